@@ -116,7 +116,7 @@ def task_of(path):
 
 
 def test_there_are_files_for_every_task():
-    assert all(draws_pictures(path) == task_of(path).startswith("rl_diffusion") for path in TASKS)
+    assert {relative(path) for path in TASKS} >= QUICK
     assert {task_of(path) for path in TASKS} == set(KNOWN_TASKS)
     assert DESCRIPTIONS and len(LANGUAGE_MODELS) >= 10
     assert set(FILES) == {*TASKS, *DESCRIPTIONS, *LANGUAGE_MODELS, *IMAGE_TOKENIZERS, *FLOW_HEADS}
@@ -283,7 +283,7 @@ def made_tiny(path, tmp_path):
             return task, tiny_sighted(path, content, train, tmp_path)
         tiny = tiny_text_config(tmp_path, kind)
         model = tiny["model"] | {"model_path": None, "made_by": None}
-        data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 96}
+        data = {"train_path": None, "eval_path": None, "synthetic": {"num_rows": 8}, "max_seq_len": 128}
         if content["data"]["data_type"] == "process":
             row = {"prompt": "Add 1 and 2.", "steps": ["One and two.", "3"], "labels": [True, False]}
             (tmp_path / "steps.jsonl").write_text((json.dumps(row) + "\n") * 8)
@@ -313,6 +313,8 @@ def made_tiny(path, tmp_path):
         rest = {"rollout": {"num_prompts": 1, "n": 2, "max_new_tokens": 4}, "eval": {"num_prompts": 2}}
         return task, merge(content, {"model": model, "data": data, "train": train} | rest)
     if task.startswith("rl_diffusion"):
+        if task == "rl_diffusion_direct":
+            train.pop("global_batch_size")  # that of the rollout
         return task, merge(content, {"train": train | {"micro_batch_size": 2}} | tiny_rl_parts(content, tmp_path))
     if path.stem.endswith(("_lora", "_full")):
         return task, tiny_adapters(content, train, tmp_path)
@@ -327,7 +329,9 @@ def made_tiny(path, tmp_path):
 def tiny_adapters(content, train, tmp_path):
     """A tiny model of the family that the file names, on glyphs; of videos a few frames."""
     named = str(content["model"]["model_path"])
-    describe, size, tokens, _ = next(each for name, each in TINY_FAMILIES.items() if name in named)
+    describe, size, tokens, needs = next(each for name, each in TINY_FAMILIES.items() if name in named)
+    if needs:
+        pytest.importorskip(needs)
     write_tiny_pipeline(tmp_path / "pipeline", described=describe(), tokens=tokens)
     tiny = tiny_dit_config(tmp_path, model={"max_sequence_length": tokens})
     data = _data(tiny) | {"height": size[0], "width": size[1]}
@@ -388,7 +392,7 @@ def tiny_sighted(path, content, train, tmp_path):
 
 def tiny_rl_parts(content, tmp_path):
     """A tiny model of the family that the file names, glyphs and brightness; steps and guidance stay the file's."""
-    named = str(content["model"]["model_path"])
+    named = str(content["model"].get("model_path"))  # none: a description of tiny Stable Diffusion 3
     content["model"].pop("family", None)  # of a folder that another task makes: tests/e2e/test_train_omni_flow.py
     describe, size, tokens, needs = next((each for name, each in TINY_FAMILIES.items() if name in named), TINY_SD3)
     if needs:
@@ -430,27 +434,31 @@ TINY_FAMILIES = {  # part of model.model_path: tiny description, size, tokens, p
     "stable-diffusion-xl": (tiny_families.tiny_stable_diffusion_xl, (16, 16), 7, None),
     "stable-diffusion-v1-5": (tiny_families.tiny_stable_diffusion, (16, 16), 7, None),
 }
-QUICK = ("rl", "flow_grpo_sd35_ocr", "flow_cps_flux", "flow_grpo_flux_kontext", "flow_grpo_wan_ocr", "crd_sd35_ocr")
-"""Files for RL of diffusion models that every run of the tests tries."""
-
-QUICK_TEXT = ("qwen2_7b_sft", "deepseek_v3_pretrain")
-"""The same for files of configs/text."""
-
-SHOWN_WHOLE = ("calculator_sft", "calculator", "agent", "spell_backward_sft", "spell_backward", "verifiers")
-"""Files that tests/e2e/test_text_rl_examples.py runs as they are."""
-
-
-def draws_pictures(path):
-    """Whether a file is for RL of a diffusion model, told by its text: parsing all files takes seconds."""
-    _, _, rollout = path.read_text(encoding="utf-8").partition("\nrollout:")
-    return "num_inference_steps:" in rollout.partition("\n\n")[0]
+QUICK = {
+    "dit/sd35_dpo_pickapic.yaml",
+    "omni/draw_rl.yaml",
+    "omni/flow_numbers.yaml",
+    "quickstart/smollm2_rl.yaml",
+    "rl/flow_grpo_sd35_ocr.yaml",
+    "sound/tones_pretrain.yaml",
+    "text/deepseek_v3_pretrain.yaml",
+    "text_rl/qwen3_4b_grpo.yaml",
+    "tiny/rl_diffusion.yaml",
+    "tiny/train_autoencoder.yaml",
+    "tiny/train_dit.yaml",
+    "tiny/train_image_tokenizer.yaml",
+    "tiny/train_omni.yaml",
+    "tiny/train_text_dpo.yaml",
+    "tiny/train_text_kto.yaml",
+    "tiny/train_text_reward.yaml",
+    "vision/hear_numbers.yaml",
+    "vision/read_digits_rl.yaml",
+}
+"""Files that every run of the tests tries: of each task and each kind of model one."""
 
 
 def quick_or_slow(path):
-    is_slow = draws_pictures(path) and path.stem not in QUICK
-    is_slow |= path.parent.name == "dit" and path.stem.endswith(("_lora", "_full"))
-    is_slow |= path.stem in SHOWN_WHOLE or ("text" in path.parts and path.stem not in QUICK_TEXT)
-    return pytest.param(path, marks=pytest.mark.slow if is_slow else ())
+    return pytest.param(path, marks=() if relative(path) in QUICK else pytest.mark.slow)
 
 
 KINDS = ("llama", "qwen2", "deepseek_v2", "deepseek_v3", "qwen3")
