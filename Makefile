@@ -43,9 +43,11 @@ EXACT_TESTS = $(shell grep -l "mark.exact" tests/unit/*.py)
 # Tests start some two hundred processes, each of which would compile the library where the environment says that Python
 # is to write no bytecode.
 PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# One more than there are cores: some tests wait for processes that they start.
+WORKERS := $(shell $(PYTHON) -c "import os; print(getattr(os, 'process_cpu_count', os.cpu_count)() + 1)")
 
 test: setup lint
-	$(PYTEST) -n auto --no-loadscope-reorder
+	$(PYTEST) -n $(WORKERS) --no-loadscope-reorder
 	MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -n auto -m "exact and not slow" $(EXACT_TESTS)
 
 quick-test: setup

@@ -32,9 +32,9 @@ Tail = Callable[[Tensor], Tensor]
 IGNORED = -100
 """Label of a token that does not count."""
 
-LEAST_LOG_P = -1e4
-"""Where an entropy is computed, log-probabilities below are this one. Their probabilities are 0 all the same, and 0
-times the -inf of a token that a model rules out is NaN."""
+LEAST = -1e30
+"""Where an entropy is computed, logits or log-probabilities below are this one. Their probabilities are 0 all the same,
+and 0 times the -inf of a token that a model rules out is NaN."""
 
 CHUNK_TOKENS = 4096
 """Tokens whose logits are in memory at a time. With fewer, adding to the gradient of the weight, which is as large as
@@ -339,7 +339,7 @@ class _LinearLogProbs(torch.autograd.Function):
             lse[chunk] = logits.logsumexp(-1)
             target[chunk] = _pick(logits, rows[chunk], counts[chunk], group)
             if with_entropy:
-                log_p = logits.sub_(lse[chunk, None]).clamp_(min=LEAST_LOG_P)
+                log_p = logits.sub_(lse[chunk, None]).clamp_(min=LEAST)
                 entropy[chunk] = -(log_p.exp() * log_p).sum(-1)
         if group is not None:
             lse, target, entropy = _join_vocabulary(lse, target, entropy, group)
@@ -373,7 +373,7 @@ class _LinearLogProbs(torch.autograd.Function):
             log_p = _scale(logits_copy, temperature).sub_(lse[chunk, None])
             grad = log_p.exp() if with_entropy else log_p.exp_()
             if with_entropy:
-                log_p.clamp_(min=LEAST_LOG_P).add_(entropy[chunk, None]).mul_(grad)
+                log_p.clamp_(min=LEAST).add_(entropy[chunk, None]).mul_(grad)
                 log_p.mul_(torch.where(counts[chunk], grad_entropy[chunk], 0.0)[:, None])
             grad.mul_(-upstream[:, None])
             index, is_local = _find_local_rows(rows[chunk], weight.shape[0])

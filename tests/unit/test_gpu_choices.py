@@ -143,7 +143,7 @@ def test_the_autoencoder_decodes_in_slices(monkeypatch):
 
     config = SimpleNamespace(shift_factor=0.0, scaling_factor=1.0)
     vae = SimpleNamespace(decode=decode, dtype=torch.float32, config=config)
-    model = SimpleNamespace(pipeline=SimpleNamespace(vae=vae, vae_scale_factor=2))
+    model = SimpleNamespace(pipeline=SimpleNamespace(vae=vae), vae_factor=2)
     model._latent_scale = lambda like: KLLatents._latent_scale(model, like)
     given = torch.randn(5, 4, 4, 4)
     found = KLLatents.latents_to_pixels(model, given)

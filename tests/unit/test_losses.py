@@ -89,6 +89,11 @@ def test_a_token_that_is_ruled_out_has_no_part_in_the_entropy(least):
         torch.testing.assert_close(torch.stack([*ours]), torch.stack(theirs), rtol=1e-5, atol=1e-5)
         found = gradients((torch.stack([*ours]) * upstream).sum(), hidden, weight, bias)
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    labels[3] = V - 1  # a label that is ruled out has no probability, and -100 counts for nothing all the same
+    labels[4] = -100
+    in_chunks = token_log_probs_and_entropy(hidden, weight, labels, 0.6, bias, chunk_tokens=5)[0]
+    assert in_chunks[3] == scores.log_probs_and_entropy(labels[None], 0.6)[0][0, 3] == -torch.inf
+    assert in_chunks[4] == scores.log_probs_and_entropy(labels[None], 0.6)[0][0, 4] == 0
 
 
 def test_bf16_has_the_softmax_in_float32():

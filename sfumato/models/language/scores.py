@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from sfumato.parallel.loss import (
     IGNORED,
-    LEAST_LOG_P,
+    LEAST,
     Tail,
     linear_cross_entropy,
     token_log_probs,
@@ -115,10 +115,14 @@ class TokenScores:
                 self._output, weight, picked, temperature, bias, **settings
             )
         else:
-            log_p = (self._output.float() / temperature).log_softmax(-1)
+            logits = self._output.float() / temperature
+            with torch.no_grad():  # logits so small have no gradient, and autograd would keep a copy
+                logits.clamp_(min=LEAST)
+            log_p = logits.log_softmax(-1)
             has_label = picked != IGNORED
             log_probs = log_p.gather(-1, picked.masked_fill(~has_label, 0)[..., None])[..., 0] * has_label
-            entropy = -(log_p.exp() * log_p.clamp(min=LEAST_LOG_P)).sum(-1) * has_label
+            log_probs = log_probs.masked_fill(log_probs <= LEAST / 2, -torch.inf)  # of a label that is ruled out
+            entropy = -(log_p.exp() * log_p).sum(-1) * has_label
         return self._spread(log_probs), self._spread(entropy)
 
     @torch.no_grad()
