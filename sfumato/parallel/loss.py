@@ -336,10 +336,12 @@ class _LinearLogProbs(torch.autograd.Function):
         for chunk in _chunks(len(labels), chunk_tokens):
             logits = functional.linear(hidden[chunk], weight, bias)
             logits = _scale(logits if tail is None else tail(logits), temperature)
-            lse[chunk] = logits.logsumexp(-1)
             target[chunk] = _pick(logits, rows[chunk], counts[chunk], group)
             if with_entropy:
-                log_p = logits.sub_(lse[chunk, None]).clamp_(min=LEAST)
+                logits.clamp_(min=LEAST)
+            lse[chunk] = logits.logsumexp(-1)
+            if with_entropy:
+                log_p = logits.sub_(lse[chunk, None])
                 entropy[chunk] = -(log_p.exp() * log_p).sum(-1)
         if group is not None:
             lse, target, entropy = _join_vocabulary(lse, target, entropy, group)

@@ -90,9 +90,13 @@ def tensors() -> tuple[torch.Tensor, ...]:
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
 
 
-def log_probs_and_gradients(cut: bool) -> tuple[torch.Tensor, ...]:
+def log_probs_and_gradients(cut: bool, num_ruled_out: int = 0) -> tuple[torch.Tensor, ...]:
     """Of an uneven cut of the vocabulary over all ranks; gradients of weight and bias are joined."""
     hidden, weight, bias, labels = tensors()
+    if num_ruled_out:
+        labels = labels.clamp(max=VOCABULARY - num_ruled_out - 1)
+        with torch.no_grad():
+            bias[-num_ruled_out:] = -torch.inf
     upstream = torch.randn(2, TOKENS, generator=torch.Generator().manual_seed(1))
     group = None
     if cut:
@@ -110,10 +114,11 @@ def log_probs_and_gradients(cut: bool) -> tuple[torch.Tensor, ...]:
     return *(each.detach() for each in out), hidden.grad, *parts
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-def test_a_vocabulary_that_is_cut_gives_the_same(num_ranks, ranks):
-    expected = log_probs_and_gradients(False)
-    for found in ranks.run(num_ranks, log_probs_and_gradients, True):
+@pytest.mark.parametrize(("num_ranks", "num_ruled_out"), [(2, 0), (4, 0), (2, 16), (4, 20)])  # all of the last rank's
+def test_a_vocabulary_that_is_cut_gives_the_same(num_ranks, num_ruled_out, ranks):
+    expected = log_probs_and_gradients(False, num_ruled_out)
+    assert all(tensor.isfinite().all() for tensor in expected)
+    for found in ranks.run(num_ranks, log_probs_and_gradients, True, num_ruled_out):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
