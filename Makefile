@@ -12,7 +12,7 @@ LAUNCH := PYTHON=$(BIN)/python bash train.sh
 # The OCR program is no Python package: it is installed where that needs no password.
 TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tesseract-ocr; }
 
-.PHONY: setup quickstart test quick-test slow-test same docs lint format clean
+.PHONY: setup quickstart test tests quick-test slow-test same docs lint style types format clean
 
 setup: $(VENV)/.installed
 
@@ -46,7 +46,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One more than there are cores: some tests wait for processes that they start.
 WORKERS := $(shell $(PYTHON) -c "import os; print(getattr(os, 'process_cpu_count', os.cpu_count)() + 1)")
 
-test: setup lint
+# The type checker takes one core for two minutes, which the tests would not fill alone at their start.
+test: setup style
+	$(MAKE) --jobs 2 --no-print-directory types tests
+
+tests: setup
 	$(PYTEST) -n $(WORKERS) --no-loadscope-reorder
 	MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -n auto -m "exact and not slow" $(EXACT_TESTS)
 
@@ -84,10 +88,14 @@ $(VENV)/.docs: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	touch $@
 
-lint: setup
+lint: style types
+
+style: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo --no-cache pyproject.toml
+
+types: setup
 	$(BIN)/basedpyright
 
 format: setup
