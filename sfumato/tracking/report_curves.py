@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from sfumato.tracking.curves import curve_svg, line_style, overlaid_curves_svg
-from sfumato.tracking.json_lines import Series, finite
+from sfumato.tracking.json_lines import SeriesView, finite
 from sfumato.tracking.report_tables import section
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
@@ -44,7 +44,7 @@ field.addEventListener("input", () => {
 """The one script of a page: it shows the curves whose names hold all words. ``page.render_page`` lets no other run."""
 
 
-def curve_sections(series: Series) -> tuple[str, bool]:
+def curve_sections(series: SeriesView) -> tuple[str, bool]:
     """Curves of metrics as HTML, those that do not change as a table; and whether the page needs ``SEARCH``."""
     shown = {name: finite(points) for name, points in series.items() if finite(points)}
     flat = {name: values for name, values in shown.items() if is_flat(values)}
@@ -58,7 +58,7 @@ def curve_sections(series: Series) -> tuple[str, bool]:
     return lay_out(figures, flat_rows)
 
 
-def overlaid_sections(names: Sequence[str], runs: Mapping[str, Series]) -> tuple[str, bool]:
+def overlaid_sections(names: Sequence[str], runs: Mapping[str, SeriesView]) -> tuple[str, bool]:
     """Curves of several runs over each other as HTML, a metric in a picture; and whether the page needs ``SEARCH``.
 
     Args:
