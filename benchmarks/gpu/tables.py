@@ -5,8 +5,9 @@
 RESULTS are ``results.jsonl`` files of the suite, or their folders. With ``--write`` they are kept beside the earlier
 ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the pages, between the lines
 ``<!-- gpu NAME -->`` and ``<!-- end -->``; without, the tables are printed. Of several figures of one cell the last
-counts. A cell without a figure says "not measured", or what became of it; rows without any are named below the table.
-Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are refused.
+counts. A cell without a figure has a dash, or what became of it; rows and bounds without any are left out, and that is
+said below the table. Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are
+refused.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.gpu.run import STAGES
 PAGE = ROOT / "docs" / "performance.md"
 BOUNDS_PAGE = ROOT / "docs" / "gpu.md"
 MEASURED_FOLDER = Path(__file__).with_name("measured")
-NOT_MEASURED = "not measured"
+NOT_MEASURED = "–"
 
 Lines = dict[tuple[str, str], dict[str, Any]]
 """The last line of each stage and cell."""
@@ -71,19 +72,18 @@ class Table:
         """Markdown, with the origin of the figures below."""
         titles = [self.first, *(column.title for column in self.columns)]
         head = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-        rows, unmeasured = [], []
+        rows: list[str] = []
         used = []
         for label, cell in self.cells:
             row = [lines.get((self.stage, f"{cell}{column.of}")) for column in self.columns]
             used += row
             texts = [column.text(line) for column, line in zip(self.columns, row, strict=True)]
-            if set(texts) == {NOT_MEASURED}:
-                unmeasured.append(label)
-            else:
+            if set(texts) != {NOT_MEASURED}:
                 rows.append(f"| {' | '.join([label, *texts])} |")
-        table = [*head, *rows, ""] if rows else []
-        missing = [f"Not measured: {'; '.join(unmeasured)}.", ""] if unmeasured else []
-        return "\n".join([*table, *missing, origin(used)])
+        if not rows:
+            return "Not measured."
+        missing = ["Further rows were not measured.", ""] if len(rows) < len(self.cells) else []
+        return "\n".join([*head, *rows, "", *missing, origin(used)])
 
     def cell_names(self) -> set[str]:
         """The cells that it shows."""
@@ -92,18 +92,16 @@ class Table:
 
 def origin(used: list[dict[str, Any] | None]) -> str:
     """Where the figures of a table come from."""
-    commands: dict[tuple[str, ...], list[str]] = {}
+    commits: dict[tuple[str, ...], list[str]] = {}
     for line in used:
         if line and line["status"] in WITH_FIGURES:
-            run = tuple(str(line[name]) for name in ("device", "torch", "date", "commit"))
-            names = commands.setdefault(run, [])
-            if line["command"] not in names:
-                names.append(line["command"])
-    if not commands:
-        return f"Origin: {NOT_MEASURED}."
+            run = tuple(str(line[name]) for name in ("device", "torch", "date", "command"))
+            of_run = commits.setdefault(run, [])
+            if line["commit"] not in of_run:
+                of_run.append(line["commit"])
     parts = [
-        f"{device}, torch {torch}, {date}, commit {commit}, {', '.join(f'`{command}`' for command in names)}"
-        for (device, torch, date, commit), names in commands.items()
+        f"{device}, torch {torch}, {date}, commit {', '.join(of_run)}, `{command}`"
+        for (device, torch, date, command), of_run in commits.items()
     ]
     return f"Origin: {'; '.join(parts)}."
 
@@ -280,18 +278,19 @@ def with_bounds(text: str, lines: Lines) -> str:
         SystemExit: when the page has no place for it.
     """
     rows = ["| stage | figure | bound | measured |", "|---|---|---|---|"]
-    missing: dict[str, list[str]] = {}
+    missing: dict[str, int] = {}
     for stage in STAGES:
         for bound in importlib.import_module(f"benchmarks.gpu.{stage.name}").BOUNDS:
             of = f" ({bound.cells.strip('^$').replace('|', ' or ')})" if bound.cells else ""
             figure = worst(stage.name, bound, lines)
             if figure == NOT_MEASURED:
-                missing.setdefault(stage.name, []).append(f"{bound.figure}{of} {bound.text()}")
+                missing[stage.name] = missing.get(stage.name, 0) + 1
             else:
                 rows.append(f"| {stage.name} | {bound.figure}{of} | {bound.text()} | {figure} |")
     whole = [{**line, "command": "python -m benchmarks.gpu.run"} for line in lines.values()]
-    unmeasured = [f"- **{name}**: {'; '.join(bounds)}" for name, bounds in missing.items()]
-    made = "\n".join([*rows, "", origin(whole), "", "Not measured:", "", *unmeasured])
+    unmeasured = ", ".join(f"{name} {count}" for name, count in missing.items())
+    left_out = [f"Bounds without a figure, which the suite prints: {unmeasured}.", ""] if missing else []
+    made = "\n".join([*rows, "", *left_out, origin(whole)])
     text, count = region("bounds").subn(lambda match: f"{match[1]}{made}\n{match[2]}", text)
     if count != 1:
         raise SystemExit(
