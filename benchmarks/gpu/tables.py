@@ -5,7 +5,7 @@
 RESULTS are ``results.jsonl`` files of the suite, or their folders. With ``--write`` they are kept beside the earlier
 ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the pages, between the lines
 ``<!-- gpu NAME -->`` and ``<!-- end -->``; without, the tables are printed. Of several figures of one cell the last
-counts. A cell without a figure has a dash, or what became of it; rows and bounds without any are left out, and that is
+counts. A cell without a figure has a hyphen, or what became of it; rows and bounds without any are left out, which is
 said below the table. Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are
 refused.
 """
@@ -28,7 +28,7 @@ from benchmarks.gpu.run import STAGES
 PAGE = ROOT / "docs" / "performance.md"
 BOUNDS_PAGE = ROOT / "docs" / "gpu.md"
 MEASURED_FOLDER = Path(__file__).with_name("measured")
-NOT_MEASURED = "–"
+NOT_MEASURED = "-"
 
 Lines = dict[tuple[str, str], dict[str, Any]]
 """The last line of each stage and cell."""

@@ -14,6 +14,7 @@ import argparse
 import copy
 import datetime
 import functools
+import re
 import tempfile
 import textwrap
 import time
@@ -298,17 +299,15 @@ which takes minutes: a new version of either is another run.
 
 A tiny model of each architecture is built as a run builds it, in each mode, and goes through the
 [check before the first step](text.md). If that lets it pass, two micro-batches of {count} other documents of 3 to 40
-tokens are trained on, once with every token as a target and once with some, as conversations have them.
-Log-probabilities, loss, gradient norm and the gradient of every parameter are compared with transformers' own module
-and its simplest attention (a model that transformers gives an attention of its own: with that one), given one document
-at a time.
+tokens are trained on, with every token as a target and with some. Log-probabilities, loss, gradient norm and the
+gradient of every parameter are compared with transformers' own module and its simplest attention (or the model's own),
+given one document at a time.
 
 - **A kernel's name**: equal. No log-probability differs by more than {log_prob:g} nats, the loss by more than
-  {loss:g} of itself, the gradient norm and the gradient of any parameter by more than {norm:g} of the gradient norm.
-  The largest differences that were found are {far_log_prob:.0e}, {far_loss:.0e} and {far_norm:.0e}, which is rounding;
-  a wrong mask, position or state makes 0.01 and more in a log-probability. The name is that of the attention that was
-  taken, and says how documents reach the model: a name alone, in rows as they are made; **by document**, each in a row
-  of its own; **by length**, each in a row of its own, and only those of one length in a call.
+  {loss:g} of itself, the gradient norm and the gradient of any parameter by more than {norm:g} of the gradient norm
+  (largest: {far_log_prob:.0e}, {far_loss:.0e} and {far_norm:.0e}, which is rounding; a wrong mask, position or state
+  makes 0.01 and more). The name is that of the attention. A name alone: documents share rows as they are made;
+  **by document**: each in a row of its own; **by length**: so, and only those of one length in a call.
 - **refused**: the run stops before its first step, with a sentence that stands [below](#refused).
 - **WRONG**, **broken**: trained, and differs from transformers; or stopped with an error that says nothing to a user.
   None may be here: `tests/survey/test_survey.py` fails.
@@ -382,12 +381,19 @@ def _sentences(found: dict[str, dict[str, Cell]]) -> Iterator[str]:
                 sentence = cell.text.partition(" Please request the support")[0].removesuffix(
                     " (train.probe warn goes on all the same)"
                 )
-                modes_of.setdefault(sentence.replace(f"make this {name} with", "make it with"), []).append(title)
+                sentence = shorten_sentence(sentence.replace(f"make this {name} with", "make it with"))
+                modes_of.setdefault(sentence, []).append(title)
         for sentence, titles in modes_of.items():
             where = "" if len(titles) == len(MODES) else f" ({', '.join(titles)})"
             names_of.setdefault((where, sentence), []).append(name)
     for (where, sentence), names in names_of.items():
         yield f"**{', '.join(names)}**{where}: {sentence}"
+
+
+def shorten_sentence(sentence: str) -> str:
+    """What a refusal says of its reason: without what all of them say, further reasons and advice."""
+    reason = re.sub(r"^\w+ is not trained as transformers would: ", "", sentence)
+    return reason.partition("; or, ")[0].partition(" train.rmpad_with_pos_ids true, which sends")[0].rstrip(".") + "."
 
 
 def _entry(text: str) -> str:

@@ -279,7 +279,7 @@ def test_figures_come_to_the_page_with_their_origin(tmp_path, monkeypatch):
     writer.write("sft", "eager/one process/plain", CRASHED, reason="ended by SIGSEGV; ")
     tables.main([str(tmp_path), "--write"])
     page = tables.PAGE.read_text(encoding="utf-8")
-    assert "| compile, one process, plain | – | 30123 | – | 56.2 % | – |" in page
+    assert "| compile, one process, plain | - | 30123 | - | 56.2 % | - |" in page
     assert "| eager, one process, plain | crashed | crashed | crashed | crashed | crashed |" in page
     assert "Origin: G, torch 9, 2026-12-01, commit c0ffee, `cmd`." in page
     bounds = tables.BOUNDS_PAGE.read_text(encoding="utf-8")
