@@ -34,7 +34,7 @@ from seed_curves import draw_seed_curves, save_figure
 
 from sfumato.commands.find_task import load_for_task, schema_of
 from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.load import load_config, parse_overrides, read_yaml
+from sfumato.config.load import load_config, parse_overrides
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, UserError
 from sfumato.tracking.json_lines import read_jsonl
@@ -336,12 +336,10 @@ of {_title(YARDSTICK, algorithms)}'s, scoring left out: early iterations of all,
 
 ## Settings
 
-What is changed in the recipe of that name; why, and what else was tried, stands in each file's first lines. Updates are
-optimiser steps of an iteration. Run one that learns from trajectories by
+The files of [configs/quickstart/algorithms](../configs/quickstart/algorithms) say what is changed in a recipe, why, and
+what else was tried. Run one that learns from trajectories by
 `bash train.sh tasks/rl_diffusion.py configs/quickstart/algorithms/NAME.yaml`, one that learns from final samples by
 `bash train.sh tasks/rl_diffusion_forward.py configs/quickstart/algorithms/NAME.yaml`.
-
-{_settings(ranked)}
 """
 
 
@@ -421,29 +419,6 @@ def _results(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]]
         rows.append([each.heading["title"], _linked(each.heading["source"]), KINDS[each.task], *figures])
     columns = ["algorithm", "source", "learns from", "before", "after", "best"]
     return _table([*columns, "second reader before", "after", "rollout", "update"], rows)
-
-
-def _settings(algorithms: Sequence[Algorithm]) -> str:
-    rows = []
-    for each in algorithms:
-        parts = dict(read_yaml(each.path)["algorithm"])
-        recipe = parts.pop("recipe")
-        if getattr(each.config.rollout, "same_latent", False):
-            parts["rollout.same_latent"] = True
-        link = f"[`{each.name}`](../configs/quickstart/algorithms/{each.path.name})"
-        train = each.config.train
-        updates = each.images_per_step // (train.global_batch_size or each.images_per_step)
-        changed = ", ".join(f"`{name} {value}`" for name, value in _flat(parts))
-        rows.append([link, f"`{recipe}`", changed or "none", f"{train.lr:.0e}".replace("e-0", "e-"), str(updates)])
-    return _table(["file", "recipe", "changed in it", "lr", "updates"], rows)
-
-
-def _flat(mapping: dict[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    for name, value in mapping.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", json.dumps(value).strip('"')
 
 
 def _linked(source: str) -> str:

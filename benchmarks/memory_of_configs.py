@@ -57,7 +57,7 @@ class Line:
     devices: str
     device_gib: int
     cells: tuple[str, ...]
-    """Device memory, bold where it does not fit, CPU memory of a machine, disk, and what is largest on the device."""
+    """Device memory, bold where it does not fit, CPU memory of a machine, and disk."""
 
     def row(self) -> str:
         """The row of Markdown."""
@@ -107,9 +107,9 @@ def line_of(path: Path, folder: Path) -> Line:
     if pipeline in UNREADABLE:
         return Line(
             str(path.relative_to(ROOT / "configs")),
-            f"{count} x {device_gib} GB",
+            f"{count} x {device_gib}",
             device_gib,
-            ("", "", "", UNREADABLE[pipeline]),
+            (UNREADABLE[pipeline], "", ""),
         )
     if pipeline is not None:
         overrides = {"model": {"model_path": str(write_pipeline(pipeline, folder))}}
@@ -126,32 +126,21 @@ def line_of(path: Path, folder: Path) -> Line:
                 raise
     name = str(path.relative_to(ROOT / "configs"))
     devices = f"{found.layout.size} of {count}" if stated and found.layout.size != count else str(found.layout.size)
-    devices = f"{devices} x {device_gib} GB"
+    devices = f"{devices} x {device_gib}"
     return Line(name, devices, device_gib, cells_of(found, device_gib))
 
 
 def cells_of(found: Findings, device_gib: int) -> tuple[str, ...]:
     """The cells of a line."""
     if found.model is None or found.host is None:
-        return ("", "", "", found.problems[0] if found.problems else found.notes[-1])
-    rank = found.model.largest
-    device = needed(rank, on_gpu=True) / GIB
-    phase = max(rank.phases, key=lambda name: rank.phases[name], default=None)
-    is_phase = phase is not None and rank.phases[phase] == rank.total
-    tightest = str(phase) if is_phase else largest_of(rank.parts)
+        return (found.problems[0] if found.problems else found.notes[-1], "", "")
+    device = needed(found.model.largest, on_gpu=True) / GIB
     disk = sum(found.host.disk.values()) / GIB
     return (
         f"{device:.1f}" if device <= device_gib else f"**{device:.1f}**",
         f"{found.host.needed_bytes / GIB:,.0f}",
         f"{disk:,.1f}" if disk < 10 else f"{disk:,.0f}",
-        tightest,
     )
-
-
-def largest_of(sizes: dict[str, int]) -> str:
-    """The largest of some purposes, with its size."""
-    name = max(sizes, key=lambda name: sizes[name])
-    return f"{name}, {sizes[name] / GIB:,.1f} GiB"
 
 
 def description_of(path: Path) -> Path:

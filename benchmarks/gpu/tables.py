@@ -5,9 +5,9 @@
 RESULTS are ``results.jsonl`` files of the suite, or their folders. With ``--write`` they are kept beside the earlier
 ones in benchmarks/gpu/measured, and the tables of all of them take the place of those on the pages, between the lines
 ``<!-- gpu NAME -->`` and ``<!-- end -->``; without, the tables are printed. Of several figures of one cell the last
-counts. A cell without a figure has a hyphen, or what became of it; rows and bounds without any are left out, which is
-said below the table. Each table names commit, date, device and command of its figures. Runs with ``--tiny`` are
-refused.
+counts. A cell without a figure has a hyphen, or what became of it; rows, columns and bounds without any are left out,
+which is said below the table. Each table names commit, date, device and command of its figures. Runs with ``--tiny``
+are refused.
 """
 
 from __future__ import annotations
@@ -70,20 +70,22 @@ class Table:
 
     def render(self, lines: Lines) -> str:
         """Markdown, with the origin of the figures below."""
-        titles = [self.first, *(column.title for column in self.columns)]
-        head = [f"| {' | '.join(titles)} |", "|" + "---|" * len(titles)]
-        rows: list[str] = []
+        rows: list[list[str]] = []
         used = []
         for label, cell in self.cells:
             row = [lines.get((self.stage, f"{cell}{column.of}")) for column in self.columns]
             used += row
             texts = [column.text(line) for column, line in zip(self.columns, row, strict=True)]
             if set(texts) != {NOT_MEASURED}:
-                rows.append(f"| {' | '.join([label, *texts])} |")
+                rows.append([label, *texts])
         if not rows:
             return "Not measured."
+        titles = [self.first, *(column.title for column in self.columns)]
+        shown = [number for number in range(len(titles)) if any(row[number] != NOT_MEASURED for row in rows)]
+        table = [[cells[number] for number in shown] for cells in (titles, *rows)]
+        head, *body = [f"| {' | '.join(cells)} |" for cells in table]
         missing = ["Further rows were not measured.", ""] if len(rows) < len(self.cells) else []
-        return "\n".join([*head, *rows, "", *missing, origin(used)])
+        return "\n".join([head, "|" + "---|" * len(shown), *body, "", *missing, origin(used)])
 
     def cell_names(self) -> set[str]:
         """The cells that it shows."""
@@ -152,22 +154,6 @@ TABLES = {
             Column("cuDNN, TFLOP/s", "cudnn_tflops_per_s", "{:.0f}"),
             Column("flash: same bits with gradients", "same_bits_with_gradients_flash"),
             Column("cuDNN: same bits with gradients", "same_bits_with_gradients_cudnn"),
-        ),
-    ),
-    "kernels": Table(
-        "kernels",
-        "against float64 on a CPU: relative error",
-        same("packed attention", "grouped products", "chunked loss"),
-        (Column("kernel", "kernel"), Column("forward", "forward", "{:.1e}"), Column("ms", "ms")),
-    ),
-    "tasks": Table(
-        "tasks",
-        "float32, beside the CPU: relative difference",
-        same("train_text", "train_dit", "train_dit_dpo", "rl_diffusion", "rl_text", "asynchronous saving, resuming"),
-        (
-            Column("loss", "loss", "{:.1e}"),
-            Column("reward", "reward/total", "{:.1e}"),
-            Column("gradient norm", "grad_norm", "{:.1e}"),
         ),
     ),
     "syncs": Table(

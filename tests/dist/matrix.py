@@ -105,7 +105,7 @@ def reason(num_ranks: int, config: dict[str, Any]) -> str:
 
 
 def table() -> str:
-    """The tables of the page."""
+    """The table of the page, and what is refused."""
     titles: dict[tuple[str, ...], list[str]] = {}
     for kind, title in KINDS.items():  # kinds that are alike in every mode share a column
         cells = (f"refused: {mode.refused[kind]}" if kind in mode.refused else "equal" for mode in MODES.values())
@@ -115,8 +115,7 @@ def table() -> str:
         names.setdefault(tuple(cells), []).append(name)
     lines = [f"| modes | {' | '.join(map(', '.join, titles.values()))} |", "|---|" + "---|" * len(titles)]
     lines += [f"| {'; '.join(modes)} | {' | '.join(cells)} |" for cells, modes in names.items()]
-    lines += ["", "Refused for every model:", "", "| configuration | message |", "|---|---|"]
-    lines += [f"| {name} | {reason(*pair)} |" for name, pair in PAIRS.items()]
+    lines += ["", f"Refused for every model, with the remedy: {'; '.join(PAIRS)}."]
     return "\n".join(lines)
 
 

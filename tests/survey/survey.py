@@ -290,6 +290,9 @@ def _way(model: LanguageModel) -> str:
     return f"{kernel} by length" if model.row_layout.same_length else f"{kernel} by document"
 
 
+NO_SDPA = "with model.attention sdpa: set it to eager"
+"""What the page says once of all architectures that transformers cannot make so."""
+
 HEAD = """\
 # Architectures of language models
 
@@ -321,8 +324,8 @@ given one document at a time.
 | padded | `train.rmpad_with_pos_ids false`, `train.dyn_bsz false`: one document a row, padded |
 | checkpointed | `train.activation_checkpointing full` |
 
-In packed rows {equal} of {all} are equal. A name of several words is an architecture with [other
-settings](#other-settings).
+In packed rows {equal} of {all} are equal. A name of several words is an architecture with other settings (`VARIANTS` in
+`tests/survey`). A refusal under sdpa that is not below: transformers has no such attention for it, take eager.
 
 """
 
@@ -356,14 +359,11 @@ def page(found: dict[str, dict[str, Cell]]) -> str:
         equal=sum(modes[PACKED].verdict == "equal" for modes in found.values()),
         all=len(found),
     )
-    settings = [f"**{name}**: {kind} with `{changes}`" for name, (kind, changes) in VARIANTS.items() if name in found]
     left_out = [f"**{name}**: {why}" for name, why in sorted(NOT_BUILT.items()) if name in KNOWN]
     parts = [
         head + "\n".join(table(found)),
         "## Refused",
         "\n".join(_entry(sentence) for sentence in _sentences(found)),
-        "## Other settings",
-        "\n".join(f"- {line}" for line in settings),
         "## Not tried",
         "\n".join(_entry(line) for line in left_out),
     ]
@@ -376,7 +376,7 @@ def _sentences(found: dict[str, dict[str, Cell]]) -> Iterator[str]:
     for name in sorted(found):
         modes_of: dict[str, list[str]] = {}
         for title, cell in found[name].items():
-            if cell.verdict != "equal":
+            if cell.verdict != "equal" and NO_SDPA not in cell.text:
                 # transformers goes on about its issues and its own options
                 sentence = cell.text.partition(" Please request the support")[0].removesuffix(
                     " (train.probe warn goes on all the same)"
