@@ -60,7 +60,7 @@ def test_a_checkpoint_survives_sigkill_at_any_time(tmp_path):
         assert (found[1] / "ema").read_bytes() == last.to_bytes(4, "big") * (1 << 18)
         leftovers += any(each.suffix == ".tmp" for each in root.iterdir())
         kills_during_save += begun > written
-    assert last > TRIALS, "the writer came to nothing"
+    assert last > TRIALS // 5, "the writer came to nothing"
     assert kills_during_save >= 3, "the kills missed the saves, so this test shows nothing"
     assert leftovers >= 3
 

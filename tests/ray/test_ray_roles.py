@@ -243,18 +243,6 @@ def test_values_of_some_kilobytes_stay_away_too(cluster: Cluster, group: RayGrou
     assert ray.experimental.get_object_locations([second.reference])[second.reference]["node_ids"], "in no reply"
 
 
-def test_sigterm_of_a_process_asks_the_run_to_stop(cluster: Cluster, group: RayGroup, pool: RayPool) -> None:
-    pid = group.call(functions.where).result()
-    assert not cluster.run.stop_requested
-    os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 20
-    while not cluster.run.stop_requested and time.monotonic() < deadline:
-        assert group.call(functions.where).result() == pid, "it goes on"
-    assert cluster.run.stop_requested
-    assert pool.call(functions.is_asked_to_stop).result(), "it reaches all roles"
-    cluster.run.stop_requested = False
-
-
 def test_a_killed_scorer_is_replaced(cluster: Cluster, pool: RayPool, tmp_path: Path) -> None:
     marker = tmp_path / "victim"
     futures = [pool.submit(functions.score, value, 0.5, str(marker)) for value in range(4)]
@@ -388,6 +376,18 @@ def test_only_one_cluster_and_no_client(cluster: Cluster) -> None:
 def test_signals_belong_to_the_run(cluster: Cluster) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_of_a_process_asks_the_run_to_stop(cluster: Cluster, group: RayGroup, pool: RayPool) -> None:
+    """The last test of the cluster: heartbeats of its processes go on to say that the run is to stop."""
+    pid = group.call(functions.where).result()
+    assert not cluster.run.stop_requested
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 20
+    while not cluster.run.stop_requested and time.monotonic() < deadline:
+        assert group.call(functions.where).result() == pid, "it goes on"
+    assert cluster.run.stop_requested
+    assert pool.call(functions.is_asked_to_stop).result(), "it reaches all roles"
 
 
 def test_packing_keeps_nothing_alive() -> None:
