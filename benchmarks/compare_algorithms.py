@@ -336,7 +336,7 @@ of {_title(YARDSTICK, algorithms)}'s, scoring left out: early iterations of all,
 
 ## Settings
 
-The files of [configs/quickstart/algorithms](../configs/quickstart/algorithms) say what is changed in a recipe, why, and
+The files of `configs/quickstart/algorithms` say what is changed in a recipe, why, and
 what else was tried. Run one that learns from trajectories by
 `bash train.sh tasks/rl_diffusion.py configs/quickstart/algorithms/NAME.yaml`, one that learns from final samples by
 `bash train.sh tasks/rl_diffusion_forward.py configs/quickstart/algorithms/NAME.yaml`.
