@@ -42,6 +42,7 @@ NEWEST_ANSWERS = 50
 REPLAY_S = 900.0
 """How long a sample may take to be made again."""
 MADE_TYPES = {".png": "image/png", ".webp": "image/webp", ".wav": "audio/wav"}
+"""Media types of what replay and the playground make, by suffix."""
 MOST_PICTURES = 1000
 """Pictures and sounds of replay and of the playground that are kept for pages, the newest."""
 KINDS = ("eval", "train", "watched")

@@ -45,7 +45,7 @@ def number_parameter(
     text = request.query_params.get(name)
     if text is None and default is not None:
         return default
-    if text is None or re.fullmatch("-?[0-9]{1,16}|-[0-9]{1,19}", text) is None or not least <= int(text) <= most:
+    if text is None or re.fullmatch("-?[0-9]{1,19}", text) is None or not least <= int(text) <= most:
         raise RefusedRequestError(400, f"{name} must be a whole number from {least} to {most}")
     return int(text)
 

@@ -97,7 +97,9 @@ class MetricTable:
         all_steps = columns.pop("step", ())
         is_counted = [is_step(step) for step in all_steps]
         steps = array("d", itertools.compress(all_steps, is_counted))
-        for name, column in columns.items() if steps else ():
+        if not steps:
+            return
+        for name, column in columns.items():
             values = column if all(is_counted) else tuple(itertools.compress(column, is_counted))
             if set(map(type, values)) == {float}:
                 self._extend(name, steps, values)

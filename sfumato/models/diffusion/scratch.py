@@ -310,6 +310,16 @@ def image_token_ids(tokenizer: PreTrainedTokenizerBase) -> Keywords:
     return {f"{kind}_token_id": tokenizer.convert_tokens_to_ids(f"<|{token}|>") for kind, token in kinds.items()}
 
 
+def require_torchvision(purpose: str) -> None:
+    """Raises MissingDependencyError without torchvision, which transformers needs for that purpose."""
+    try:
+        import torchvision  # noqa: F401
+    except ImportError as error:
+        raise MissingDependencyError(
+            f"transformers needs torchvision for {purpose}: pip install torchvision"
+        ) from error
+
+
 def build_qwen_vl_processor(
     tokenizer: PreTrainedTokenizerBase, min_pixels: int = 28 * 28, max_pixels: int = 1280 * 28 * 28
 ) -> Qwen2VLProcessor:
@@ -318,12 +328,7 @@ def build_qwen_vl_processor(
     Raises:
         MissingDependencyError: without torchvision, which transformers needs for it.
     """
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "transformers needs torchvision for the images of Qwen2.5-VL: pip install torchvision"
-        ) from error
+    require_torchvision("the images of Qwen2.5-VL")
     from transformers import Qwen2VLImageProcessor, Qwen2VLProcessor, Qwen2VLVideoProcessor
 
     sizes: Keywords = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": VISION_PATCH}

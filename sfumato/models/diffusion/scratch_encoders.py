@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.errors import MissingDependencyError
 from sfumato.models.diffusion.scratch import (
     build_qwen_tokenizer,
     build_qwen_vl_encoder,
     image_token_ids,
     language_settings,
+    require_torchvision,
 )
 
 if TYPE_CHECKING:
@@ -150,12 +150,7 @@ def build_pixtral_processor(words: Sequence[str] = (), template: str = "") -> Pi
     Raises:
         MissingDependencyError: without torchvision, which transformers needs for it.
     """
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "transformers needs torchvision for the processor of Mistral 3: pip install torchvision"
-        ) from error
+    require_torchvision("the processor of Mistral 3")
     from transformers import PixtralImageProcessor, PixtralProcessor
 
     tokenizer = build_qwen_tokenizer(words, template)
@@ -223,12 +218,7 @@ def build_qwen3_vl_processor(
     Raises:
         MissingDependencyError: without torchvision, which transformers needs for it.
     """
-    try:
-        import torchvision  # noqa: F401
-    except ImportError as error:
-        raise MissingDependencyError(
-            "transformers needs torchvision for the processor of Qwen3-VL: pip install torchvision"
-        ) from error
+    require_torchvision("the processor of Qwen3-VL")
     from transformers import Qwen2VLImageProcessor, Qwen3VLProcessor, Qwen3VLVideoProcessor
 
     sizes: Keywords = {"min_pixels": min_pixels, "max_pixels": max_pixels, "patch_size": 16}
