@@ -206,6 +206,13 @@ def call_kandinsky5(
     return pictures
 
 
+def call_hidream(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
+    height, width = row.size
+    # every picture is brought to the area of a square with so many latent pixels along a side
+    pipeline.default_sample_size = math.sqrt(height * width + 1e-6) / pipeline.vae_scale_factor
+    return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale)).images
+
+
 def call_z_image(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     return pipeline(prompt=prompts, latents=latents, **settings(row, guidance_scale=scale - 1)).images
 
@@ -332,6 +339,12 @@ def unpacked_pixels(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tenso
     return unpack_pixels(output[:, : height * width], height, width)
 
 
+def joined_patches(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """HiDream's velocity of what its network gives in training mode, [B, C, tokens with padding, patch]."""
+    height, width = shape[-2:]
+    return -unpack(output[:, :, : height * width // 4].transpose(1, 2).flatten(2), height, width)
+
+
 def last_pixels(output: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
     """The velocity of tokens that are latent pixels, behind those of text and of given pictures."""
     height, width = shape[-2:]
@@ -448,6 +461,16 @@ ROWS = {
         needs="torchvision",
         straight=False,
         velocity=lambda output, shape: output[:, 0].permute(0, 3, 1, 2),
+        brief=True,
+    ),
+    "hidream": Row(
+        tiny_families.tiny_hidream,
+        call_hidream,
+        (4, 8, 8),
+        4,
+        straight=False,
+        exact=False,
+        velocity=joined_patches,
         brief=True,
     ),
     "z_image": Row(tiny_families.tiny_z_image, call_z_image, (4, 8, 8), 4, tokens=40),

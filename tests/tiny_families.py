@@ -366,6 +366,29 @@ def tiny_kandinsky5() -> dict[str, Any]:
     }
 
 
+def tiny_hidream() -> dict[str, Any]:
+    """HiDream-I1: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens; other shapes are filled up to 128 tokens."""
+    return {
+        "pipeline": "HiDreamImagePipeline",
+        "transformer": {
+            "num_layers": 1,
+            "num_single_layers": 1,
+            "attention_head_dim": 16,
+            "num_attention_heads": 2,
+            "axes_dims_rope": [8, 4, 4],
+            "max_resolution": [16, 32],
+            "llama_layers": [0, 1],
+        },
+        "vae": {"channels": [8, 16], "norm_groups": 4, "scaling_factor": 0.36, "shift_factor": 0.11},
+        "text_encoder": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "text_encoder_2": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "text_encoder_3": {"width": 16, "num_layers": 1, "num_heads": 2},
+        "text_encoder_4": {"width": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 1},
+        "tokenizer": {"words": ["write", '"']},
+        "scheduler": {"use_dynamic_shifting": True},
+    }
+
+
 def tiny_flux2() -> dict[str, Any]:
     """FLUX.2 dev: klein with the guidance scale as an input. Its encoder must have 30 layers."""
     description = tiny_flux2_klein()

@@ -37,6 +37,7 @@ NO_SEQUENCE = (
     "sana",
     "sana_video",
     "krea2",
+    "hidream",
     "hunyuan_image",
     "hunyuan_video15",
     "hunyuan_video15_image",

@@ -158,7 +158,7 @@ def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> N
     hook.remove()
     args, kwargs = calls[0]
     target = keyed_normal(row.latent_shape, SEED, "target", 0, [0])
-    pipeline.transformer.requires_grad_(True)
+    pipeline.transformer.requires_grad_(True).train()
     outputs = pipeline.transformer(*args, **{**kwargs, "return_dict": False})
     output = torch.cat(outputs, dim=1) if isinstance(outputs, tuple) else outputs  # parts: of video and sound
     plain = (row.velocity(output, row.latent_shape) - target).square().mean()

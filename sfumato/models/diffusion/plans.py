@@ -304,6 +304,32 @@ KANDINSKY5 = ParallelPlan(
     blocks=("Kandinsky5TransformerEncoderBlock", "Kandinsky5TransformerDecoderBlock"),
 )
 
+_HIDREAM_BLOCK = {
+    **{f"attn1.to_{name}": "colwise" for name in "qkv"},
+    "attn1.q_rms_norm": "norm_across_heads",
+    "attn1.k_rms_norm": "norm_across_heads",
+    "attn1.to_out": "rowwise",
+    **{f"attn1.to_{name}_t": "colwise?" for name in "qkv"},  # of the text, which single blocks do not tell apart
+    "attn1.q_rms_norm_t": "norm_across_heads?",
+    "attn1.k_rms_norm_t": "norm_across_heads?",
+    "attn1.to_out_t": "rowwise?",
+    **{
+        f"{feed_forward}.{layer}": f"{style}?"  # models without experts have one feed-forward layer
+        for feed_forward in ("ff_i", "ff_i.experts.*", "ff_i.shared_experts", "ff_t")
+        for layer, style in {"w1": "colwise", "w3": "colwise", "w2": "rowwise"}.items()
+    },
+}
+
+# Text that a block reads is dropped behind it, so that the sequence changes from block to block.
+HIDREAM = ParallelPlan(
+    blocks=("HiDreamImageTransformerBlock", "HiDreamImageSingleTransformerBlock"),
+    tensor={
+        f"{stack}.*.block.{layer}": style
+        for stack in ("double_stream_blocks", "single_stream_blocks")
+        for layer, style in _HIDREAM_BLOCK.items()
+    },
+)
+
 SANA_VIDEO = replace(SANA, blocks=("SanaVideoTransformerBlock",))
 
 COGVIDEOX = ParallelPlan(

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Gemma2Model,
         Gemma3ForConditionalGeneration,
         GemmaTokenizer,
+        LlamaForCausalLM,
         Mistral3ForConditionalGeneration,
         Mistral3Model,
         PixtralProcessor,
@@ -53,6 +54,21 @@ def build_qwen3_causal_encoder(
             head_dim=width // num_heads,
         )
     )
+    torch.nn.init.normal_(encoder.model.embed_tokens.weight, std=1.0)
+    return encoder
+
+
+def build_llama_encoder(
+    tokenizer: PreTrainedTokenizerBase,
+    width: int = 32,
+    num_layers: int = 2,
+    num_heads: int = 4,
+    num_kv_heads: int = 2,
+) -> LlamaForCausalLM:
+    """A LlamaForCausalLM with random weights and embeddings of standard deviation 1."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    encoder = LlamaForCausalLM(LlamaConfig(**language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)))
     torch.nn.init.normal_(encoder.model.embed_tokens.weight, std=1.0)
     return encoder
 

@@ -43,6 +43,42 @@ class SelectEverything(TorchFunctionMode):
         return result
 
 
+class ShareRowsEvenly(TorchFunctionMode):
+    """Inside, ``x[rows_of == i]`` is the i-th of equal parts of ``x``, as if each of several experts had as many rows.
+
+    Args:
+        num_parts: number of experts.
+    """
+
+    def __init__(self, num_parts: int) -> None:
+        super().__init__()
+        self._num_parts = num_parts
+        self._masks: list[tuple[Tensor, int]] = []
+        """Masks with the number of the part that they choose."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            tensor, index, *values = args
+            args = (tensor, self._rows_of(index, len(tensor)), *values)
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.Tensor.__eq__, torch.Tensor.eq) and isinstance(args[1], int):
+            self._masks.append((result, args[1]))
+        return result
+
+    def _rows_of(self, index: object, num_rows: int) -> object:
+        """The rows that a mask of ``_masks`` chooses, as a slice; any other index as it is."""
+        for mask, part in self._masks:
+            if index is mask:
+                return slice(part * num_rows // self._num_parts, (part + 1) * num_rows // self._num_parts)
+        return index
+
+
 def compute_positions_off_meta(denoiser: nn.Module, name: str) -> None:
     """Computes positions on the CPU where the denoiser is on meta, for operations to be counted: they switch autocast
     off, which torch cannot do on meta.
