@@ -14,6 +14,21 @@ from sfumato.models.diffusion.scratch import build_clip_tokenizer
 from tests.tiny_tokenizers import build_tokenizer
 
 INSTRUCTION = "\nRate the image. \nTextual prompt - {text_prompt}\n\n\n\nPlease rate: <|Reward|>\n\nEND\n"
+VIDEO_INSTRUCTION = (
+    "\nRate the video.\nLooks: <|VQ_reward|>\nEND\nMotion: <|MQ_reward|>\nEND\nPrompt - {text_prompt}\n"
+    "Likeness: <|TA_reward|>\nEND\n"
+)
+VIDEO_SETTINGS: dict[str, Any] = {
+    "data_config": {
+        "fps": 2.0, "max_frame_pixels": 200704, "num_frames": None, "sample_type": "uniform",
+        "prompt_template_type": "detailed_special", "eval_dim": ["VQ", "MQ", "TA"],
+    },
+    "model_config": {"output_dim": 1, "use_special_tokens": True, "reward_token": "special"},
+    "peft_lora_config": {"lora_enable": True, "lora_r": 4, "lora_alpha": 8, "use_rslora": False},
+    "inference_config": {
+        "VQ_mean": 3.6757, "VQ_std": 2.2476, "MQ_mean": 1.1646, "MQ_std": 1.3811, "TA_mean": 2.8105, "TA_std": 2.5121,
+    },
+}  # fmt: skip
 CHAT = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
 
 
@@ -161,21 +176,9 @@ def write_image_reward(folder: Path) -> Path:
 
 def write_hpsv3(folder: Path) -> Path:
     """Qwen2-VL with HPSv3's head, under the names that its published file has; the tokenizer lacks the reward token."""
-    from transformers import Qwen2VLConfig, Qwen2VLImageProcessorPil, Qwen2VLModel
+    from transformers import Qwen2VLImageProcessorPil, Qwen2VLModel
 
-    tokenizer = build_tokenizer("qwen", pad_token="<|endoftext|>")
-    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
-    start, end, image = tokenizer.convert_tokens_to_ids(marks)
-    config = Qwen2VLConfig(
-        text_config={
-            "vocab_size": len(tokenizer) + 1, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-            "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": tokenizer.pad_token_id,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
-        },
-        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2},
-        image_token_id=image, vision_start_token_id=start, vision_end_token_id=end,
-    )  # fmt: skip
+    tokenizer, config = _qwen2_vl_parts(num_reward_tokens=1)
     model = Qwen2VLModel(config)
     randomise(model)
     published = {
@@ -192,6 +195,82 @@ def write_hpsv3(folder: Path) -> Path:
     Qwen2VLImageProcessorPil().save_pretrained(folder)
     (folder / "instruction.txt").write_bytes(INSTRUCTION.encode())
     return folder
+
+
+def build_video_reward() -> Any:
+    """Qwen2-VL with VideoReward's head and an adapter on its language model, by peft as published."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import Qwen2VLForConditionalGeneration
+
+    _, config = _qwen2_vl_parts(num_reward_tokens=3)
+    torch.manual_seed(0)
+    model = Qwen2VLForConditionalGeneration(config)
+    model.rm_head = torch.nn.Linear(32, 1, bias=False)
+    targets = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and "language_model" in name
+    ]
+    model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules=targets))
+    randomise(model)
+    return model.eval()
+
+
+def write_video_reward(folder: Path, form: str = "whole") -> Path:
+    """VideoReward under its published names: ``whole`` as in model.pth, or as an ``adapter`` beside the base model."""
+    from transformers import Qwen2VLImageProcessorPil
+
+    tokenizer, config = _qwen2_vl_parts(num_reward_tokens=3)
+    published = {
+        name.replace("model.model.language_model.", "model.model.").replace("model.model.visual.", "model.visual."): (
+            tensor.clone()
+        )
+        for name, tensor in build_video_reward().state_dict().items()
+    }
+    folder.mkdir(parents=True)
+    if form == "whole":
+        save_file(published, folder / "VideoReward.safetensors")
+    else:
+        adapter = {name.replace(".default.", "."): each for name, each in published.items() if ".lora_" in name}
+        trained = {name: each for name, each in published.items() if "rm_head" in name or "visual.merger" in name}
+        base = {
+            name.removeprefix("base_model.model.").replace(".base_layer.", "."): each
+            for name, each in published.items()
+            if ".lora_" not in name and "rm_head" not in name
+        }
+        base = {name: torch.zeros_like(each) if "visual.merger" in name else each for name, each in base.items()}
+        save_file(base, folder / "model.safetensors")
+        save_file(trained, folder / "non_lora_state_dict.safetensors")
+        save_file(adapter, folder / "adapter_model.safetensors")
+    config.text_config.vocab_size = len(tokenizer)  # the folder of the base model does not know the reward tokens
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil().save_pretrained(folder)
+    (folder / "instruction.txt").write_bytes(VIDEO_INSTRUCTION.encode())
+    (folder / "model_config.json").write_text(json.dumps(VIDEO_SETTINGS))
+    return folder
+
+
+def _qwen2_vl_parts(num_reward_tokens: int) -> tuple[Any, Any]:
+    """A tokenizer without the reward's tokens, and the configuration of a model that has them."""
+    from transformers import Qwen2VLConfig
+
+    tokenizer = build_tokenizer("qwen", pad_token="<|endoftext|>")
+    marks = ["<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>"][: 3 + (num_reward_tokens > 1)]
+    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in marks])
+    start, end, *pads = tokenizer.convert_tokens_to_ids(marks)
+    config = Qwen2VLConfig(
+        text_config={
+            "vocab_size": len(tokenizer) + num_reward_tokens, "hidden_size": 32, "intermediate_size": 48,
+            "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+            "pad_token_id": tokenizer.pad_token_id,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]},
+        },
+        vision_config={"depth": 1, "embed_dim": 16, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2},
+        vision_start_token_id=start, vision_end_token_id=end,
+        **dict(zip(("image_token_id", "video_token_id"), pads, strict=False)),
+    )  # fmt: skip
+    return tokenizer, config
 
 
 def write_text_reward_model(folder: Path, **changes: Any) -> Path:

@@ -173,8 +173,11 @@ class DiffusionRLConfig(RecipeRLConfig):
                 "train.cfg_parallel_size shares the two branches of classifier-free guidance, but with "
                 "rollout.guidance_scale 1 there is one, and both ranks would compute the same: leave it out"
             )
-        for reward in self.reward.rewards if self.rollout.num_frames > 1 else ():
-            reward.check_video()
+        for reward in self.reward.rewards:
+            if self.rollout.num_frames > 1:
+                reward.check_video()
+            else:
+                reward.check_picture()
         return self
 
     @property

@@ -151,6 +151,7 @@ class Reward(ABC):
     - ``groupwise``: ``score`` is given whole groups.
     - ``takes_video``: ``score`` is given whole videos. Otherwise it is given their frames as images, and the value of a
       video is the mean over its frames.
+    - ``needs_video``: it cannot score single images.
     - ``cached``: equal samples (or groups) are scored once. Only for a reward whose value is the same to the bit
       whatever else is in the batch, and which costs more than hashing the sample.
     - ``compares_source``: it compares with the one image that was edited, and cannot with several.
@@ -165,6 +166,7 @@ class Reward(ABC):
     modality: ClassVar[str] = ""
     groupwise: ClassVar[bool] = False
     takes_video: ClassVar[bool] = False
+    needs_video: ClassVar[bool] = False
     cached: ClassVar[bool] = False
     compares_source: ClassVar[bool] = False
     memory_mib: ClassVar[int] = 0
@@ -248,6 +250,13 @@ class Reward(ABC):
             raise ConfigError(
                 f"reward {self.label!r} compares the images of a group and takes no videos: remove it, or set "
                 "rollout.num_frames to 1"
+            )
+
+    def check_picture(self) -> None:
+        """Raises ConfigError for a reward that can score no single images."""
+        if self.needs_video:
+            raise ConfigError(
+                f"reward {self.label!r} scores videos and no single images: remove it, or raise rollout.num_frames"
             )
 
     def take_notes(self) -> list[str]:

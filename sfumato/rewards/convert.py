@@ -6,6 +6,7 @@ Nothing is executed from the files: pickled weights are read with ``weights_only
     python -m sfumato.rewards.convert weights pytorch_model.bin.index.json model.safetensors
     python -m sfumato.rewards.convert open_clip HPS_v2.1_compressed.pt FOLDER/model.safetensors
     python -m sfumato.rewards.convert instruction data_collator_qwen.py FOLDER/instruction.txt
+    python -m sfumato.rewards.convert instruction prompt_template.py FOLDER/instruction.txt
 """
 
 from __future__ import annotations
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
     import torch
 
 WRAPPERS = ("state_dict", "model")
+
+INSTRUCTIONS = (("INSTRUCTION", "prompt_with_special_token"), ("DETAILED_PROMPT_WITH_SPECIAL_TOKEN",))
+"""Names of the texts that make an instruction: HPSv3's, VideoReward's."""
 
 OPEN_CLIP_NAMES = (
     (r"^visual\.class_embedding$", "vision_model.embeddings.class_embedding"),
@@ -95,18 +99,29 @@ def open_clip_to_transformers(tensors: dict[str, torch.Tensor]) -> dict[str, tor
 
 
 def read_instruction(path: Path) -> str:
-    """HPSv3's instruction out of ``hpsv3/dataset/data_collator_qwen.py``, with ``{text_prompt}`` for the prompt.
+    """The instruction of a model out of its source, which is not run, with ``{text_prompt}`` for the prompt.
 
-    Raises DataError when the file does not assign the two texts.
+    Args:
+        path: of HPSv3 ``hpsv3/dataset/data_collator_qwen.py``, of VideoReward ``prompt_template.py``.
+
+    Raises:
+        DataError: the file is no Python, or does not assign the texts.
     """
     texts = {}
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+    try:
+        parsed = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"{path} is no Python source: {error}") from error
+    for node in parsed.body:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             texts.update({target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)})
-    for name in ("INSTRUCTION", "prompt_with_special_token"):
-        if name not in texts:
-            raise DataError(f"{path} assigns no text to {name}: give hpsv3/dataset/data_collator_qwen.py")
-    return texts["INSTRUCTION"] + texts["prompt_with_special_token"]
+    for names in INSTRUCTIONS:
+        if all(name in texts for name in names):
+            return "".join(texts[name] for name in names)
+    raise DataError(
+        f"{path} assigns no text to {' or '.join(name for names in INSTRUCTIONS for name in names)}: give "
+        "hpsv3/dataset/data_collator_qwen.py of HPSv3, or prompt_template.py of VideoAlign"
+    )
 
 
 def convert(kind: str, source: Path, target: Path) -> None:

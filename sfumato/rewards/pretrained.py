@@ -217,6 +217,13 @@ class ImageReward(_PixelNetworkReward):
 _SPECIAL = re.compile(r"<\|\w+\|>")
 
 
+def check_special_tokens(label: str, prompt: str) -> None:
+    """Raises DataError for a prompt with what a model of the Qwen family takes for a token of its own."""
+    special = _SPECIAL.search(prompt)
+    if special:
+        raise DataError(f"reward {label!r} cannot read prompt {prompt!r}: take {special.group()} out of it")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HpsV3(PretrainedReward):
     """Preference of people for an image given its prompt, about 0 to 15, by HPSv3.
@@ -235,15 +242,14 @@ class HpsV3(PretrainedReward):
 
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
         """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
-        special = _SPECIAL.search(prompt)
-        if special:
-            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {special.group()} out of it")
+        del metadata
+        check_special_tokens(self.label, prompt)
 
     def score_batch(self, network: HpsV3Network, samples: list[Sample]) -> torch.Tensor:
         """The mean of the predicted distribution of the preference for each sample, [B]."""
         # samples of a reward server come without check_row
         for sample in samples:
-            self.check_row(sample.prompt, sample.metadata)
+            check_special_tokens(self.label, sample.prompt)
         return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])[:, 0]
 
 

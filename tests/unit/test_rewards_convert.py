@@ -153,6 +153,11 @@ def test_instruction_is_read_from_the_source_without_running_it(tmp_path):
     )
     convert("instruction", source, tmp_path / "instruction.txt")
     assert (tmp_path / "instruction.txt").read_bytes() == b"\nRate it. \nPrompt - {text_prompt}\n\nNow: <|Reward|>\n"
+    source.write_text("DETAILED_PROMPT_WITH_SPECIAL_TOKEN = 'Now {text_prompt}: <|VQ_reward|>'\n")
+    assert read_instruction(source) == "Now {text_prompt}: <|VQ_reward|>"
+    source.write_text("this is no Python")
+    with pytest.raises(DataError, match="is no Python source"):
+        read_instruction(source)
     source.write_text("INSTRUCTION = 'a'\n")
     with pytest.raises(DataError, match="prompt_with_special_token"):
         read_instruction(source)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,6 @@ import torch
 from PIL import Image
 from torch import nn
 
-from sfumato.config.trust import load_pretrained, make_from_config
-from sfumato.errors import ConfigError
-from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.folder import (
     assign_tensors,
     check_folder,
@@ -25,13 +21,19 @@ from sfumato.rewards.networks.folder import (
     load_tokenizer,
     loader_of,
 )
+from sfumato.rewards.networks.qwen2_vl import (
+    INSTRUCTION_FILE,
+    PROMPT_FIELD,
+    build_body,
+    format_chat,
+    hidden_states,
+    read_instruction,
+    rename_weight,
+)
 
 REWARD_TOKEN = "<|Reward|>"
-INSTRUCTION_FILE = "instruction.txt"
 WEIGHTS_FILE = "HPSv3.safetensors"
-PROMPT_FIELD = "{text_prompt}"
 NUM_PIXELS = 256 * 28 * 28
-NAMES = ((r"^model\.(visual|language_model)\.", r"\1."), (r"^model\.", "language_model."))  # new and old transformers
 
 
 class HpsV3Network:
@@ -44,7 +46,7 @@ class HpsV3Network:
         self.lock = threading.Lock()
         self.device = device
         self.dtype = dtype
-        self.instruction = _read_instruction(folder / INSTRUCTION_FILE)
+        self.instruction = read_instruction(folder / INSTRUCTION_FILE, (REWARD_TOKEN,))
         self.processor = load_image_processor(folder)
         self.tokenizer = load_tokenizer(folder)
         if REWARD_TOKEN not in self.tokenizer.get_vocab():
@@ -59,25 +61,13 @@ class HpsV3Network:
         num_tokens = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
         texts = [self._chat_text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
         tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
-        embeddings = self.model.get_input_embeddings()(tokens.input_ids)
         seen = self.model.get_image_features(batch.pixel_values.to(self.device, self.dtype), grids.to(self.device))
-        is_image = (tokens.input_ids == self.model.config.image_token_id).unsqueeze(-1)
-        embeddings = embeddings.masked_scatter(is_image, torch.cat(tuple(seen.pooler_output)).to(embeddings))
-        # Positions simply count the tokens, also those of the image: so it was trained.
-        hidden = self.model.language_model(
-            inputs_embeds=embeddings, attention_mask=tokens.attention_mask, use_cache=False
-        ).last_hidden_state
+        hidden = hidden_states(self.model, tokens, seen, self.model.config.image_token_id)
         is_reward = tokens.input_ids == self.reward_token
         return self.head(hidden[is_reward].float())
 
     def _chat_text(self, prompt: str, num_image_tokens: int) -> str:
-        """The conversation as Qwen2-VL's chat template writes it, with room for the image's tokens."""
-        image = "<|vision_start|>" + "<|image_pad|>" * num_image_tokens + "<|vision_end|>"
-        question = self.instruction.replace(PROMPT_FIELD, prompt)
-        return (
-            "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
-            f"<|im_start|>user\n{image}{question}<|im_end|>\n<|im_start|>assistant\n"
-        )
+        return format_chat("<|image_pad|>" * num_image_tokens, self.instruction.replace(PROMPT_FIELD, prompt))
 
 
 load_hpsv3 = loader_of(HpsV3Network)
@@ -97,42 +87,17 @@ def resize(image: np.ndarray) -> Image.Image:
     return Image.fromarray(image).resize((sides[1], sides[0]), Image.Resampling.BICUBIC)
 
 
-def _read_instruction(path: Path) -> str:
-    text = path.read_bytes().decode("utf-8")
-    for part in (PROMPT_FIELD, REWARD_TOKEN):
-        if text.count(part) != 1:
-            raise ConfigError(f"{path} must hold {part} exactly once: make it with sfumato.rewards.convert instruction")
-    return text
-
-
 def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: int) -> tuple[Any, nn.Sequential]:
     """Qwen2-VL without its language head, and the head that rates, with the weights of the folder."""
-    from transformers import AutoConfig, AutoModel
-
     body: dict[str, torch.Tensor] = {}
     head: dict[str, torch.Tensor] = {}
     for name, tensor in iterate_tensors(folder, WEIGHTS_FILE):
         if name.startswith("rm_head."):
             head[name.removeprefix("rm_head.")] = tensor.to(device, torch.float32)
         elif not name.startswith("lm_head."):
-            renamed = name
-            for pattern, replacement in NAMES:
-                renamed = re.sub(pattern, replacement, name)
-                if renamed != name:  # the second pattern matches what the first one does, and more
-                    break
-            body[renamed] = tensor.to(device, dtype)
-    config = load_pretrained(AutoConfig, folder)
-    embeddings = body.get("language_model.embed_tokens.weight")
-    if embeddings is not None:
-        config.text_config.vocab_size = len(embeddings)  # with the token for the reward, as published
-        if num_tokens > len(embeddings):
-            raise ConfigError(
-                f"model_path {folder}: the tokenizer has {num_tokens} tokens with {REWARD_TOKEN}, the weights have "
-                f"{len(embeddings)}: take the tokenizer of Qwen2-VL-7B-Instruct"
-            )
-    model = build_on_meta(lambda: make_from_config(AutoModel, config, attn_implementation="sdpa", dtype=dtype))
-    model = assign_tensors(model, body, folder).to(device)
-    width = config.text_config.hidden_size
+            body[rename_weight(name)] = tensor.to(device, dtype)
+    model = build_body(folder, body, (REWARD_TOKEN,), num_tokens, device, dtype)
+    width = model.config.text_config.hidden_size
     rate = nn.Sequential(
         nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     )

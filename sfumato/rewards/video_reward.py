@@ -1,0 +1,75 @@
+"""VideoReward of VideoAlign: how people would rate a video's looks, its motion and its likeness to the prompt."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from sfumato.errors import ConfigError, DataError
+from sfumato.rewards.base import Sample
+from sfumato.rewards.pretrained import PretrainedReward, check_special_tokens
+
+if TYPE_CHECKING:
+    import torch
+
+    from sfumato.rewards.networks.video_reward import VideoRewardNetwork
+
+
+@dataclass(frozen=True, kw_only=True)
+class VideoReward(PretrainedReward):
+    """Sum of the chosen dimensions of VideoReward, each standardised by the published mean and deviation.
+
+    A Qwen2-VL-2B with a head that rates the video (Liu et al., 2025, https://arxiv.org/abs/2501.13918).
+    """
+
+    type: ClassVar[str] = "video_reward"
+    modality: ClassVar[str] = "image"
+    takes_video: ClassVar[bool] = True
+    needs_video: ClassVar[bool] = True
+    loader: ClassVar[str] = "sfumato.rewards.networks.video_reward:load_video_reward"
+
+    frame_rate: float
+    """Frames per second at which the videos are meant to be played, such as 16 of Wan 2.1; those with sound say it
+    themselves."""
+    dimensions: tuple[Literal["VQ", "MQ", "TA"], ...] = ("VQ", "MQ", "TA")
+    """What is added up: visual quality VQ, motion quality MQ, text alignment TA."""
+    dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
+    """Type of the model's weights; the head's are float32."""
+    batch_size: int = 1
+    """Videos in one forward pass."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (math.isfinite(self.frame_rate) and self.frame_rate > 0):
+            raise ConfigError(
+                f"frame_rate of reward {self.label!r} must be a positive number of frames per second, not "
+                f"{self.frame_rate}"
+            )
+        if not self.dimensions or len(set(self.dimensions)) < len(self.dimensions):
+            raise ConfigError(
+                f"dimensions of reward {self.label!r} must be one or more of VQ, MQ and TA, none of them twice, not "
+                f"{list(self.dimensions)}"
+            )
+
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
+        """Raises DataError for a prompt with what the model takes for a token of its own, as ``<|VQ_reward|>``."""
+        del metadata
+        check_special_tokens(self.label, prompt)
+
+    def score_batch(self, network: VideoRewardNetwork, samples: list[Sample]) -> torch.Tensor:
+        """The sum of the dimensions for each video, [B]."""
+        from sfumato.rewards.networks.video_reward import DIMENSIONS
+
+        for sample in samples:  # those of a reward server come without check_row
+            check_special_tokens(self.label, sample.prompt)
+            if len(sample.frames) < 2:
+                raise DataError(
+                    f"reward {self.label!r} scores videos, but the sample of prompt {sample.prompt!r} is a picture"
+                )
+        scores = network(
+            [sample.frames for sample in samples],
+            [sample.frame_rate or self.frame_rate for sample in samples],
+            [sample.prompt for sample in samples],
+        )
+        return scores[:, [DIMENSIONS.index(dimension) for dimension in self.dimensions]].sum(dim=1)
