@@ -4,9 +4,11 @@
 
 runs the quickstart's RL with small steps twice, from the same seed, so that a step is the same work in both. Pages
 watch every second block of steps of the first run, and the others of the second: each pair is one block, watched and
-not, in wall time and in processor time of the run. The server's processor time is counted while pages watch and while
-none does. A page is a client that holds its stream of news open and asks at each change for what the page Overview asks
-for; browsers stand on other machines. Both runs' metrics must be equal to the byte.
+not, in wall time and in processor time of the run, and in the time that the run's threads waited for a core (the
+kernel counts it, to the microsecond, where the speed of a shared machine changes from step to step). The server's
+processor time is counted while pages watch and while none does. A page is a client that holds its stream of news open
+and asks at each change for what the page Overview asks for; browsers stand on other machines. Both runs' metrics must
+be equal to the byte.
 
 ``--long STEPS`` measures only the server, with pages that watch a run that has so many steps already and writes one a
 second. ``--pairs FILE`` adds the pairs to a file and takes those of earlier calls along.
@@ -15,6 +17,7 @@ second. ``--pairs FILE`` adds the pairs to a file and takes those of earlier cal
 from __future__ import annotations
 
 import argparse
+import contextlib
 import http.client
 import json
 import os
@@ -49,10 +52,12 @@ WIDTH = 400
 
 @dataclass(frozen=True)
 class Block:
-    """Means over the steps of a block: seconds, the run's processor seconds, and those of the server a second."""
+    """Means over the steps of a block: seconds, the run's processor seconds and those that it waited for a core, and
+    the server's processor seconds a second."""
 
     clock_s: float
     processor_s: float
+    waited_s: float
     server_share: float
 
 
@@ -126,11 +131,26 @@ class Page(threading.Thread):
         self._stream.close()
 
 
+def with_children(pid: int) -> list[psutil.Process]:
+    """A process, its children and theirs."""
+    process = psutil.Process(pid)
+    return [process, *process.children(recursive=True)]
+
+
 def processor_seconds(pid: int) -> float:
     """Processor time of a process and its children."""
-    process = psutil.Process(pid)
-    times = [member.cpu_times() for member in (process, *process.children(recursive=True))]
-    return sum(each.user + each.system for each in times)
+    times = [member.cpu_times() for member in with_children(pid)]
+    return sum(used.user + used.system for used in times)
+
+
+def waiting_seconds(pid: int) -> float:
+    """Time for which threads of a process and its children could run and had no core (Linux: second of schedstat)."""
+    waited_ns = 0
+    for member in with_children(pid):
+        for path in Path(f"/proc/{member.pid}/task").glob("*/schedstat"):
+            with contextlib.suppress(FileNotFoundError):  # a thread has ended
+                waited_ns += int(path.read_text().split()[1])
+    return waited_ns / 1e9
 
 
 def wait_for_lines(path: Path, number: int, process: subprocess.Popen[bytes]) -> None:
@@ -180,14 +200,16 @@ def measure_blocks(
         watchers = [Page(served.address, folder.name) for _ in range(pages if is_watched else 0)]
         began_s = time.perf_counter()
         run_s = processor_seconds(run.pid)
+        run_waited_s = waiting_seconds(run.pid)
         server_s = processor_seconds(served.process.pid)
         for watcher in watchers:
             watcher.start()
         wait_for_lines(metrics, WARM_UP + 1 + (number + 1) * block, run)
         passed_s = time.perf_counter() - began_s
         used_s = processor_seconds(run.pid) - run_s
+        waited_s = waiting_seconds(run.pid) - run_waited_s
         share = (processor_seconds(served.process.pid) - server_s) / passed_s
-        blocks.append((is_watched, Block(passed_s / block, used_s / block, share)))
+        blocks.append((is_watched, Block(passed_s / block, used_s / block, waited_s / block, share)))
         for watcher in watchers:
             watcher.close()
         is_watched = not is_watched
@@ -253,6 +275,9 @@ def describe(pairs: list[tuple[Block, Block]]) -> dict[str, tuple[float, float, 
     figures = {
         "steps take longer, by the clock": [one.clock_s / other.clock_s - 1 for one, other in pairs],
         "steps take longer, in processor time": [one.processor_s / other.processor_s - 1 for one, other in pairs],
+        "of a step, threads of the run wait for a core longer": [
+            (one.waited_s - other.waited_s) / other.clock_s for one, other in pairs
+        ],
         "the server's share of a core while pages watch": [one.server_share for one, _ in pairs],
         "the server's share of a core while none does": [other.server_share for _, other in pairs],
     }

@@ -152,23 +152,26 @@ def _described(answer: PlaygroundAnswer, out: Path, number: int) -> dict[str, ob
 def _write(answer: PlaygroundAnswer, folder: Path, number: int) -> str:
     """Writes the picture, the video as an animation, or the sound; returns its path. Of a text nothing is written.
 
-    The sound of a video is a file beside it.
+    The sound of a video is a file beside it, and so is the picture of a sound's spectrum.
     """
     from sfumato.config.writing import write_atomically
     from sfumato.evaluation.samples_folder import folder_name
     from sfumato.tracking.samples import FRAME_MS, write_picture
+    from sfumato.tracking.waveforms import spectrum_picture
 
-    sound = answer.sample.sound
-    if sound is not None:
-        path = folder / f"{number:04d}_{folder_name(answer.label)}.wav"
-        write_atomically(path, sound.wav())
-        if answer.sample.image is None:
-            return str(path.absolute())
+    path = folder / f"{number:04d}_{folder_name(answer.label)}.png"  # a label may have dots, too
     image = answer.sample.image
+    sound = answer.sample.sound
+    frame_rate = answer.sample.frame_rate
+    if sound is not None:
+        write_atomically(path.with_suffix(".wav"), sound.wav())
+        if image is None:
+            write_picture(spectrum_picture(sound), path)
+            return str(path.with_suffix(".wav").absolute())
     if image is None:
         return ""
-    path = folder / f"{number:04d}_{folder_name(answer.label)}{'.png' if image.ndim == 3 else '.webp'}"
-    frame_rate = answer.sample.frame_rate
+    if image.ndim == 4:
+        path = path.with_suffix(".webp")
     write_picture(image, path, round(1000 / frame_rate) if frame_rate else FRAME_MS)
     return str(path.absolute())
 

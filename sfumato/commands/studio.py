@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from sfumato.commands.options import Commands
 
 PORT = 8765
+PRIORITY_BELOW_RUNS = 10
 
 
 def add_parser(commands: Commands) -> None:
@@ -62,6 +64,8 @@ def run(options: argparse.Namespace) -> int:
         raise MissingDependencyError(
             f"the studio needs a package that is missing ({error}): pip install sfumato[studio]"
         ) from error
+    # a run on the same machine comes first; so do models of the playground, which inherit this
+    os.nice(PRIORITY_BELOW_RUNS)
     return serve(
         options.folder,
         options.host,

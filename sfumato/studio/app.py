@@ -262,7 +262,7 @@ class Studio:
             content = draw_spectrum(self._path(request))
         except BrokenPictureError as error:
             return refusal(404, str(error))
-        return Response(content, media_type="image/webp", headers={"cache-control": FOR_EVER})
+        return Response(content, media_type="image/png", headers={"cache-control": FOR_EVER})
 
     def file(self, request: Request) -> Response:
         """A picture, an animation or a sound as the run has written it; a part of it where the browser asks for one."""

@@ -191,12 +191,14 @@ class Control:
                 raise
         for answer in answers:
             file = answer.pop("file", None)
-            path = Path(file) if isinstance(file, str) and file else None
-            if path is not None and path.suffix in (".png", ".webp"):
-                answer["picture"] = self._address(path)
-            # the sound of a video lies beside it
-            if path is not None and (sound := path.with_suffix(".wav")).is_file():
-                answer["sound"] = self._address(sound)
+            if not isinstance(file, str) or not file:
+                continue
+            # a video has its sound beside it, and a sound the picture of its spectrum
+            path = Path(file)
+            parts = {"picture": path, "sound": path.with_suffix(".wav")}
+            if path.suffix == ".wav":
+                parts = {"spectrum": path.with_suffix(".png"), "sound": path}
+            answer |= {name: self._address(part) for name, part in parts.items() if part.is_file()}
         return json_response({"answers": [_cleaned(answer) for answer in answers], "memory": state.get("memory")})
 
     async def end_playground(self, request: Request) -> Response:

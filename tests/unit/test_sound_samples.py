@@ -8,6 +8,7 @@ import wave
 from pathlib import Path
 from typing import Any
 
+import anyio.from_thread
 import numpy as np
 import pytest
 import yaml
@@ -160,6 +161,35 @@ def test_rl_scores_the_sounds_and_sample_draws_them(run: Path, tmp_path: Path) -
     with wave.open(str(files[0])) as opened:
         assert opened.getnframes() == 1600
     assert "<audio controls" in (tmp_path / "o" / "index.html").read_text()
+
+
+@pytest.mark.slow
+def test_the_playground_of_the_studio_answers_with_a_sound_and_its_spectrum(run: Path, tmp_path: Path) -> None:
+    client_of = pytest.importorskip("starlette.testclient").TestClient
+    from sfumato.studio.app import Studio, build_app
+    from sfumato.studio.control import Control
+    from sfumato.studio.thumbnails import Thumbnails
+    from tests.studio_runs import HOST, TOKEN
+
+    studio = Studio(run.parent, Thumbnails(tmp_path / "thumbnails"))
+    control = Control(studio.runs, True)
+    client = client_of(build_app(studio, TOKEN, more=control.routes()), base_url=HOST)
+    with anyio.from_thread.start_blocking_portal() as portal:
+        client.portal = portal
+        client.get("/", params={"token": TOKEN})
+        question = {"run": run.name, "prompt": "tone low", "steps": 2, "with_base": True}
+        answers = client.post("/api/playground", json=question).json()["answers"]
+        assert [answer["label"] for answer in answers] == ["base", "step 2"]
+        for answer in answers:
+            sound = client.get(answer["sound"])
+            assert sound.headers["content-type"] == "audio/wav"
+            with wave.open(io.BytesIO(sound.content)) as opened:
+                assert (opened.getnframes(), opened.getnchannels()) == (800, 2)
+                content = np.frombuffer(opened.readframes(800), "<i2").reshape(800, 2).T
+            spectrum = np.asarray(Image.open(io.BytesIO(client.get(answer["spectrum"]).content)))
+            np.testing.assert_array_equal(spectrum, spectrum_picture(Waveform(content, 8000)))
+            assert "picture" not in answer
+        portal.call(control.close)
 
 
 def test_rewards_of_pictures_are_refused(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ class Studio:
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(3)]
         self.address = next(line.split()[1] for line in lines if line.startswith("open "))
+        assert os.getpriority(os.PRIO_PROCESS, self.process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 10
         self.base = self.address.partition("/?")[0]
         self.browser = browser
         self.complaints: list[str] = []

@@ -77,6 +77,7 @@ function playground(run) {
         (answer.error || answer.damage) && h("p", {class: "warning"}, answer.error || answer.damage),
         answer.picture ? h("img", {src: answer.picture, alt: prompt.value, class: "pixels"})
           : answer.text !== undefined && h("div", {class: "text"}, answer.text || h("span", {class: "note"}, "empty")),
+        answer.spectrum && h("img", {src: answer.spectrum, alt: `spectrum of ${prompt.value}`, class: "spectrum"}),
         answer.sound && h("audio", {src: answer.sound, controls: true}),
         h("p", {class: "note"}, answer.settings ?? "", answer.is_truncated ? "; cut at the limit of tokens" : ""))));
       const [answer] = result.answers;
