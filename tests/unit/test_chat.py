@@ -216,6 +216,62 @@ def test_a_template_that_rewrites_the_history_gives_one_sample_for_one_answer(tm
     assert learned_text(tokenizer_of("qwen"), encoded) == "<think>\nhm\n</think>\n\na<|im_end|>"
 
 
+# Generation blocks, and the thoughts of the last answer alone, as in LFM2.5 and TRL's templates for GLM and Nemotron.
+MARKED_THINKING = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{% generation %}
+{{- m.content if loop.last else m.content.split('</think>')[-1] }}{{- '<|im_end|>' }}{% endgeneration %}
+{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize("first_mask", [0, 1])
+def test_generation_blocks_that_leave_out_earlier_thoughts_give_one_sample_for_each_answer(tmp_path, first_mask):
+    tokenizer = tokenizer_of("byte_level")
+    template = template_of(tmp_path, MARKED_THINKING)
+    said = [f"<think>\nabout {i}\n</think>\n\nanswer {i}" for i in range(3)]
+    messages = [message for i in range(3) for message in (user(f"question {i}"), assistant(said[i]))]
+    messages[1]["loss_mask"] = first_mask
+    encoded = template.encode(messages, "row")
+    learned = [learned_text(tokenizer, each) for each in encoded]
+    assert learned == [text + "<|im_end|>" for text in said[1 - first_mask :]]
+    assert "about 1" not in tokenizer.decode(encoded[-1][0].tolist()), "the model sees no earlier thoughts"
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED, THINKING, MARKED_THINKING])
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ({"reasoning_content": "hm"}, "leaves out some of what it says, its thoughts in 'reasoning_content'"),
+        ({"reasoning": "hm"}, "leaves out some of what it says, its thoughts in 'reasoning'"),
+        ({"thinking": "hm"}, "leaves out some of what it says, its thoughts in 'thinking'"),
+        ({"tool_calls": [{"function": {"name": "look", "arguments": {}}}]}, "leaves out its call of 'look'"),
+    ],
+)
+def test_what_a_template_leaves_out_of_an_answer_is_named(tmp_path, template, said, reason):
+    # A template that names another variable with such a word reads no thoughts from it.
+    text = "{%- if enable_thinking is defined %}{%- endif %}" + template
+    with pytest.raises(DataError, match=rf"^row: message 2 \(assistant\): the chat template {reason}"):
+        template_of(tmp_path, text).encode([user("q"), assistant("a") | said, user("r"), assistant("b")], "row")
+
+
+# The prompt opens the thoughts. As in Qwen3.8, the content is no place for thoughts; as in Qwen3.5, it is.
+REPEATED = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
+{%- if m.role == 'assistant' %}{{- '<think>\n' }}{%- endif %}{{- m.content + '<|im_end|>\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
+PARSED = REPEATED.replace("m.content", "m.content.removeprefix('<think>')")
+
+
+def test_thoughts_that_the_prompt_opens(tmp_path):
+    tokenizer = tokenizer_of("byte_level")
+    messages = [user("q"), assistant("<think>hm</think>a")]
+    assert learned_text(tokenizer, template_of(tmp_path, PARSED).encode(messages, "row")[0]) == "hm</think>a<|im_end|>"
+    with pytest.raises(DataError, match=r"^row: message 2 .* opens <think> by itself, and its content opens another"):
+        template_of(tmp_path, REPEATED).encode(messages, "row")
+    literal = [user("q"), assistant("hm</think>a tag <think>")]
+    text = learned_text(tokenizer, template_of(tmp_path, REPEATED).encode(literal, "row")[0])
+    assert text == "hm</think>a tag <think><|im_end|>"
+
+
 @pytest.mark.parametrize("kind", ["byte_level", "qwen", "trimmed", "metaspace"])
 def test_a_template_without_roles_in_the_text(tmp_path, kind):
     tokenizer = tokenizer_of(kind)

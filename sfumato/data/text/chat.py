@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import datetime
 import itertools
-import json
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,6 +20,17 @@ from sfumato.data.text.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_
 from sfumato.data.text.chat_date import with_date
 from sfumato.data.text.generation_blocks import GENERATION, check_blocks, is_in_blocks
 from sfumato.data.text.messages import with_text_arguments
+from sfumato.data.text.shown_messages import (
+    TEMPLATES,
+    advise_tool_template,
+    find_problem,
+    join_blocks,
+    opening_of,
+    shows_message,
+    template_names,
+    texts_in,
+    tool_names,
+)
 from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, begins_texts
 from sfumato.errors import ConfigError, DataError
 
@@ -28,7 +38,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
-TEMPLATES = Path(__file__).parent / "templates"
 OWN = "the tokenizer's own"
 """What error messages call the template that comes with the tokenizer."""
 
@@ -287,13 +296,13 @@ class _Chat:
         self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
-    def marked(self) -> tuple[str, list[Span]]:
-        """Renders the whole conversation. Returns its text and the spans of its generation blocks."""
+    def marked(self, count: int | None = None) -> tuple[str, list[Span]]:
+        """Renders the first ``count`` messages (None: all). Returns the text and the spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with _TRACKER:
             texts, blocks = render_jinja_template(
-                conversations=[self.messages],
+                conversations=[self.messages[:count]],
                 tools=self.tools,  # pyright: ignore[reportArgumentType]
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
@@ -302,27 +311,48 @@ class _Chat:
         return texts[0], cast(list[Span], blocks[0])
 
     def marked_texts(self, trained: list[int]) -> list[Rendered]:
-        """The text to train on, for a template with generation blocks: the whole conversation.
+        """The texts to train on, for a template with generation blocks.
+
+        It is the whole conversation, or one text for each answer where the template leaves out some of an earlier
+        answer, such as its thoughts, once more messages follow.
 
         Args:
             trained: indices of the messages in the loss.
         """
         text, blocks = self._render_checked(self.marked)
         for index in trained:
-            if not all(is_in_blocks(content, text, blocks) for content in _texts_in(self.messages[index])):
+            if not all(is_in_blocks(content, text, blocks) for content in texts_in(self.messages[index])):
                 raise self._error(
                     index, "the generation blocks of the chat template leave out some of what it says: widen them"
                 )
+        self.check_shown(text, {})
         answers = [index for index, message in enumerate(self.messages) if message["role"] == "assistant"]
+        by_answer = dict(zip(answers, blocks, strict=True)) if len(blocks) == len(answers) else None
+        for index in trained:
+            answer_blocks = blocks if by_answer is None else [by_answer[index]]
+            if find_problem(self.messages[index], _opened(text, answer_blocks)) is not None:
+                return [self._marked_answer(index) for index in trained]
         if len(trained) < len(answers):
-            if len(blocks) != len(answers):  # which block belongs to which message could not be told
+            if by_answer is None:  # which block belongs to which message could not be told
                 raise DataError(
                     f"{self.where}: loss_mask cannot be followed: the chat template has {len(blocks)} generation "
                     f"blocks for {len(answers)} assistant messages"
                 )
-            blocks = [block for index, block in zip(answers, blocks, strict=True) if index in trained]
-        self.check_shown(text, {})
+            blocks = [by_answer[index] for index in trained]
         return [(text, blocks, len(self.messages))]
+
+    def _marked_answer(self, index: int) -> Rendered:
+        """The text of the conversation up to an answer, with the generation blocks of that answer.
+
+        Raises DataError when the template leaves out some of the answer.
+        """
+        text, blocks = self._render_checked(lambda: self.marked(index + 1), index + 1)
+        num_before = len(self._render_checked(lambda: self.marked(index), index)[1]) if index else 0
+        answer_blocks = blocks[num_before:]
+        problem = find_problem(self.messages[index], _opened(text, answer_blocks))
+        if problem is not None:
+            raise self._error(index, problem)
+        return text, answer_blocks, index + 1
 
     def prefixed_texts(self, trained: list[int]) -> list[Rendered]:
         """The texts to train on, for a template without generation blocks.
@@ -352,7 +382,9 @@ class _Chat:
             texts[index], end = self.owner.ended(texts[index], start, whole, calls)
             spans[index] = (start, end)
         whole = texts.get(last, whole)
-        self.check_shown(whole, {index: texts[index][slice(*spans[index])] for index in trained})
+        self.check_shown(
+            whole, {index: opening_of(prompts[index]) + texts[index][slice(*spans[index])] for index in trained}
+        )
         # True unless the template renders an earlier answer, or the history before it, otherwise in the whole text.
         if all(whole.startswith(texts[index][: spans[index][1]]) for index in trained):
             return [(whole, list(spans.values()), len(self.messages))]
@@ -411,25 +443,17 @@ class _Chat:
 
     def check_shown(self, text: str, answers: dict[int, str]) -> None:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
-        # Compared without white space, and as a JSON string too: templates may trim or quote a content.
-        squeezed = {index: _squeeze(answer) for index, answer in answers.items()}
         for index, message in enumerate(self.messages):
-            contents = _texts_in(message)
             if message["role"] != "assistant":
-                if any(content.strip() not in text and _in_json(content.strip()) not in text for content in contents):
+                if not shows_message(message, text):
                     raise self._error(index, "the chat template leaves it out")
             elif index in answers:
-                for content in (*contents, message.get("reasoning_content") or ""):
-                    if not any(_squeeze(text) in squeezed[index] for text in (content, _in_json(content))):
-                        raise self._error(index, "the chat template leaves out some of what it says")
-                for name in _tool_names(message.get("tool_calls") or []):
-                    if name not in answers[index]:
-                        raise self._error(
-                            index, f"the chat template leaves out its call of {name!r}{_template_with_tools()}"
-                        )
-        for name in _tool_names(self.tools or []):
+                problem = find_problem(message, answers[index])
+                if problem is not None:
+                    raise self._error(index, problem)
+        for name in tool_names(self.tools or []):
             if name not in text:
-                raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}{_template_with_tools()}")
+                raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}{advise_tool_template()}")
 
     def _error(self, index: int, problem: str) -> DataError:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
@@ -519,11 +543,6 @@ def has_content(message: Message) -> bool:
     return isinstance(content, str) and (may_be_empty or bool(content.strip()))
 
 
-def template_names() -> list[str]:
-    """Names of the templates that come with sfumato, for ``data.chat_template``."""
-    return sorted(path.stem for path in TEMPLATES.glob("*.jinja"))
-
-
 def _read_template(name: str) -> str:
     """Reads a template of sfumato by its name, or a file. Raises ConfigError when there is none."""
     shipped = TEMPLATES / f"{name}.jinja"
@@ -556,29 +575,6 @@ def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
 
 
-def _template_with_tools() -> str:
-    """What a message says of templates that show tools and calls."""
-    return f"; data.chat_template hermes shows tools (templates by name: {', '.join(template_names())})"
-
-
-def _tool_names(tools: Iterable[object]) -> list[str]:
-    """Names of tools or of calls of tools, which may be at the top of each or below ``function``."""
-    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, dict)]
-    names = [function.get("name") for function in functions if isinstance(function, dict)]
-    return [name for name in names if isinstance(name, str)]
-
-
-def _texts_in(message: Message) -> list[str]:
-    """The texts of a message's content, without its media."""
-    content = message.get("content") or ""
-    return [content] if isinstance(content, str) else [part["text"] for part in content if part["type"] == "text"]
-
-
-def _in_json(text: str) -> str:
-    """A text as it is inside a JSON string."""
-    return json.dumps(text, ensure_ascii=False)[1:-1]
-
-
-def _squeeze(text: str) -> str:
-    """A text without its white space."""
-    return "".join(text.split())
+def _opened(text: str, blocks: Sequence[Span]) -> str:
+    """The text in generation blocks, with the tag in front of the first that begins the answer."""
+    return opening_of(text[: blocks[0][0]]) + join_blocks(text, blocks) if blocks else ""

@@ -17,6 +17,7 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.media.vision import ImageReader, Images
 from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.chat import Encoded, check_fast
+from sfumato.data.text.generation_blocks import GENERATION
 from sfumato.data.text.tokenise import stay_in_one_thread
 from sfumato.errors import ConfigError, DataError, OverlongError
 
@@ -179,6 +180,8 @@ def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, t
     parts = [VERSION, backend, tokenizer.special_tokens_map, templates, settings, *source_of(config.data_type)]
     if templates and (end_fingerprint := facts_of(tokenizer).fingerprint):
         parts.append(end_fingerprint)
+    if any(GENERATION.search(template) for template in templates):
+        parts.append("an answer that is shown in part has a sample of its own")
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 

@@ -18,8 +18,8 @@ from sfumato.data.text.chat import (
     build_chat_template,
     check_fast,
     has_content,
-    template_names,
 )
+from sfumato.data.text.shown_messages import template_names
 from sfumato.data.text.stop_strings import before_stop, completes_stop
 from sfumato.data.text.tokenise import Encoder, begins_texts, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
