@@ -273,6 +273,51 @@ def _qwen2_vl_parts(num_reward_tokens: int) -> tuple[Any, Any]:
     return tokenizer, config
 
 
+EDIT_INSTRUCTIONS = {
+    "following.txt": "Was it done?\nInstruction - {text_prompt}\nNow: <|Reward|>\nEND\n",
+    "quality.txt": "Is it nice?\nInstruction - {text_prompt}\nNow: <|Reward|>\nEND\n",
+}
+EDIT_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def write_edit_reward(folder: Path) -> Path:
+    """Qwen2.5-VL with EditReward's two heads, under the names of transformers 4.56."""
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLModel, Qwen2VLImageProcessorPil
+
+    tokenizer, base = _qwen2_vl_parts(num_reward_tokens=1)
+    config = Qwen2_5_VLConfig(
+        text_config=base.text_config.to_dict() | {"model_type": "qwen2_5_vl_text"},
+        vision_config={
+            "depth": 2, "hidden_size": 16, "num_heads": 2, "intermediate_size": 24, "out_hidden_size": 32,
+            "window_size": 112, "fullatt_block_indexes": [1],
+        },
+        image_token_id=base.image_token_id, vision_start_token_id=base.vision_start_token_id,
+        vision_end_token_id=base.vision_end_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = Qwen2_5_VLModel(config)
+    randomise(model)
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    shapes = {**_linear("0", 32, 1024), **_linear("3", 1024, 16), **_linear("5", 16, 2)}
+    for number in range(2):
+        head = seeded_weights(shapes, std=0.1, seed=number)
+        weights |= {f"rm_heads.head_{number}.{name}": tensor for name, tensor in head.items()}
+    folder.mkdir(parents=True)
+    save_file({**weights, "lm_head.weight": torch.zeros(4, 32)}, folder / "model.safetensors")
+    config.text_config.vocab_size = len(tokenizer)
+    config.save_pretrained(folder)
+    tokenizer.chat_template = EDIT_CHAT
+    tokenizer.save_pretrained(folder)
+    Qwen2VLImageProcessorPil().save_pretrained(folder)
+    for name, text in EDIT_INSTRUCTIONS.items():
+        (folder / name).write_text(text)
+    return folder
+
+
 def write_text_reward_model(folder: Path, **changes: Any) -> Path:
     """A Qwen2 classifier with one output and a chat template."""
     from transformers import Qwen2Config, Qwen2ForSequenceClassification

@@ -7,6 +7,8 @@ Nothing is executed from the files: pickled weights are read with ``weights_only
     python -m sfumato.rewards.convert open_clip HPS_v2.1_compressed.pt FOLDER/model.safetensors
     python -m sfumato.rewards.convert instruction data_collator_qwen.py FOLDER/instruction.txt
     python -m sfumato.rewards.convert instruction prompt_template.py FOLDER/instruction.txt
+    python -m sfumato.rewards.convert edit_following EditReward/dataset/prompts.py FOLDER/following.txt
+    python -m sfumato.rewards.convert edit_quality EditReward/dataset/prompts.py FOLDER/quality.txt
 """
 
 from __future__ import annotations
@@ -26,6 +28,10 @@ from sfumato.errors import DataError, UserError
 
 if TYPE_CHECKING:
     import torch
+
+EDIT_INSTRUCTIONS = {"edit_following": "INSTRUCTION_EDIT_FOLLOWING", "edit_quality": "INSTRUCTION_EDIT_QUALITY"}
+EDIT_QUESTION = ("data_collator_qwen_edit.py", "prompt_with_special_token")
+"""Where the end of EditReward's instructions lies, beside its file of instructions."""
 
 WRAPPERS = ("state_dict", "model")
 
@@ -107,14 +113,7 @@ def read_instruction(path: Path) -> str:
     Raises:
         DataError: the file is no Python, or does not assign the texts.
     """
-    texts = {}
-    try:
-        parsed = ast.parse(path.read_text(encoding="utf-8"))
-    except (SyntaxError, ValueError) as error:
-        raise DataError(f"{path} is no Python source: {error}") from error
-    for node in parsed.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            texts.update({target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)})
+    texts = read_texts(path)
     for names in INSTRUCTIONS:
         if all(name in texts for name in names):
             return "".join(texts[name] for name in names)
@@ -122,6 +121,46 @@ def read_instruction(path: Path) -> str:
         f"{path} assigns no text to {' or '.join(name for names in INSTRUCTIONS for name in names)}: give "
         "hpsv3/dataset/data_collator_qwen.py of HPSv3, or prompt_template.py of VideoAlign"
     )
+
+
+def read_edit_instruction(path: Path, kind: str) -> str:
+    """One of EditReward's two instructions, with ``{text_prompt}`` for the prompt.
+
+    Args:
+        path: ``EditReward/dataset/prompts.py``, beside which ``data_collator_qwen_edit.py`` lies.
+        kind: ``edit_following`` or ``edit_quality``.
+
+    Raises:
+        DataError: a file is missing, no Python, or does not assign its text.
+    """
+    collator, question = EDIT_QUESTION
+    texts = []
+    for file, name in ((path, EDIT_INSTRUCTIONS[kind]), (path.parent / collator, question)):
+        if not file.is_file():
+            raise DataError(f"{file} is not a file: it lies beside prompts.py in EditReward/dataset")
+        assigned = read_texts(file)
+        if name not in assigned:
+            raise DataError(f"{file} assigns no text to {name}: give EditReward/dataset/prompts.py")
+        texts.append(assigned[name])
+    try:
+        return texts[0].format(text_prompt="{text_prompt}") + texts[1]
+    except (KeyError, IndexError, ValueError) as error:
+        raise DataError(
+            f"{path}: {EDIT_INSTRUCTIONS[kind]} has other fields than {{text_prompt}}: {error!r}"
+        ) from error
+
+
+def read_texts(path: Path) -> dict[str, str]:
+    """The texts that a Python source assigns to names, without running it. Raises DataError."""
+    try:
+        parsed = ast.parse(path.read_text(encoding="utf-8"))
+    except (SyntaxError, ValueError) as error:
+        raise DataError(f"{path} is no Python source: {error}") from error
+    texts: dict[str, str] = {}
+    for node in parsed.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            texts.update({target.id: node.value.value for target in node.targets if isinstance(target, ast.Name)})
+    return texts
 
 
 def convert(kind: str, source: Path, target: Path) -> None:
@@ -132,6 +171,9 @@ def convert(kind: str, source: Path, target: Path) -> None:
         raise DataError(f"{target} exists already: move it away")
     if kind == "instruction":
         write_atomically(target, read_instruction(source).encode())
+        return
+    if kind in EDIT_INSTRUCTIONS:
+        write_atomically(target, read_edit_instruction(source, kind).encode())
         return
     from safetensors.torch import save_file
 
@@ -146,7 +188,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m sfumato.rewards.convert", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("kind", choices=("weights", "open_clip", "instruction"))
+    parser.add_argument("kind", choices=("weights", "open_clip", "instruction", *EDIT_INSTRUCTIONS))
     parser.add_argument("source", type=Path)
     parser.add_argument("target", type=Path)
     options = parser.parse_args(arguments)

@@ -17,6 +17,7 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.differentiable import DifferentiableReward
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
     from sfumato.rewards.networks.classifier import Classifier, StepClassifier
@@ -253,6 +254,16 @@ class HpsV3(PretrainedReward):
         return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])[:, 0]
 
 
+def source_of(sample: Sample, label: str) -> np.ndarray:
+    """The image that was edited, uint8 [H, W, 3]. Raises DataError without one."""
+    if sample.source is None:
+        raise DataError(
+            f"reward {label!r} compares with the image that was edited, but the sample of prompt {sample.prompt!r} has "
+            "none: it is for editing"
+        )
+    return sample.source
+
+
 @dataclass(frozen=True, kw_only=True)
 class ImageSimilarity(PretrainedReward):
     """Cosine of the embeddings of the image and of its source image, by CLIP, SigLIP or DINOv2."""
@@ -264,15 +275,7 @@ class ImageSimilarity(PretrainedReward):
 
     def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """``cos(embed(image), embed(source image))`` for each sample, [B]. Raises DataError without source image."""
-        source_images = []
-        for sample in samples:
-            if sample.source is None:
-                raise DataError(
-                    f"reward {self.label!r} compares with the image that was edited, but the sample of prompt "
-                    f"{sample.prompt!r} has none: it is for editing"
-                )
-            source_images.append(sample.source)
-        sources = network.images(source_images)
+        sources = network.images([source_of(sample, self.label) for sample in samples])
         return (network.images([sample.pixels for sample in samples]) * sources).sum(dim=-1)
 
 

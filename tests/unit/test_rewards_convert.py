@@ -143,6 +143,25 @@ def test_a_missing_source_is_named(tmp_path):
         convert("open_clip", tmp_path / "nothing.pt", tmp_path / "out.safetensors")
 
 
+def test_instructions_of_edits_are_put_together_of_two_sources(tmp_path):
+    source = tmp_path / "prompts.py"
+    source.write_text(
+        'INSTRUCTION_EDIT_FOLLOWING = "Do {{it}}: {text_prompt}. "\nINSTRUCTION_EDIT_QUALITY = "{other}"\n'
+    )
+    with pytest.raises(DataError, match=r"data_collator_qwen_edit\.py is not a file"):
+        convert("edit_following", source, tmp_path / "following.txt")
+    (tmp_path / "data_collator_qwen_edit.py").write_text(
+        'import nothing\nprompt_with_special_token = "Now: <|Reward|>"\n'
+    )
+    convert("edit_following", source, tmp_path / "following.txt")
+    assert (tmp_path / "following.txt").read_text() == "Do {it}: {text_prompt}. Now: <|Reward|>"
+    with pytest.raises(DataError, match="INSTRUCTION_EDIT_QUALITY has other fields"):
+        convert("edit_quality", source, tmp_path / "quality.txt")
+    source.write_text("")
+    with pytest.raises(DataError, match="assigns no text to INSTRUCTION_EDIT_QUALITY"):
+        convert("edit_quality", source, tmp_path / "quality.txt")
+
+
 def test_instruction_is_read_from_the_source_without_running_it(tmp_path):
     source = tmp_path / "data_collator_qwen.py"
     source.write_text(

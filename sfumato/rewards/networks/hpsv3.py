@@ -97,8 +97,11 @@ def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: i
         elif not name.startswith("lm_head."):
             body[rename_weight(name)] = tensor.to(device, dtype)
     model = build_body(folder, body, (REWARD_TOKEN,), num_tokens, device, dtype)
-    width = model.config.text_config.hidden_size
-    rate = nn.Sequential(
+    return model, assign_tensors(build_rating_head(model.config.text_config.hidden_size), head, folder)
+
+
+def build_rating_head(width: int) -> nn.Sequential:
+    """Mean and logarithm of the deviation of a rating, of hidden states of this width."""
+    return nn.Sequential(
         nn.Linear(width, 1024), nn.ReLU(), nn.Dropout(0.05), nn.Linear(1024, 16), nn.ReLU(), nn.Linear(16, 2)
     )
-    return model, assign_tensors(rate, head, folder)
