@@ -87,8 +87,8 @@ class Checkpointer:
             if not folder.is_dir():
                 raise CheckpointError(f"train.load_checkpoint_path: {folder} does not exist")
             self._verify(folder)
-        if changed := load_state(state, StoredCheckpoint(folder), self.mesh):
-            self.run.say(changed)
+        for line in load_state(state, StoredCheckpoint(folder), self.mesh):
+            self.run.say(line)
         if bad := self._find_not_finite(state):
             raise CheckpointError(
                 f"{folder} holds weights that are NaN or infinite: {listed(bad)}: its run had diverged. Name an "

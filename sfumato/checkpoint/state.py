@@ -147,6 +147,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
         "ema_updates": None if state.ema is None else state.ema.num_updates,
         "policy_updates": {name: policy.num_updates for name, policy in state.policies.items()},
         "schedule_steps": state.schedule.last_epoch,
+        "learning_rates": state.schedule.get_last_lr(),  # of the next step
         "optimizer": mesh.merge(numbers, over="pp"),  # each pipeline stage knows its own parameters
         "critic_optimizer": critic_numbers,
         "critic_schedule_steps": None if state.critic is None else state.critic.schedule.last_epoch,
@@ -157,7 +158,7 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     }
 
 
-def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
+def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> list[str]:
     """Loads a saved state, whatever number of ranks and parallelism saved it. Every rank must call it.
 
     Args:
@@ -166,7 +167,7 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
         mesh: the ranks of this run.
 
     Returns:
-        A line about settings that have changed since the run that saved it, and may; empty if none has.
+        Lines about what has changed since the run that saved it, and may: settings of the data, the learning rate.
 
     Raises:
         CheckpointError: on every rank and before anything changes, when names, shapes or dtypes differ from the
@@ -206,6 +207,7 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> str:
         # A checkpoint may lack the policy of DISPENSABLE.
         policy.num_updates = values["policy_updates"].get(name, 0)
     _restore_schedule(state.schedule, values["schedule_steps"])
+    changed = [line for line in (changed, _describe_rates(state.schedule, values.get("learning_rates"))) if line]
     if state.critic is not None:
         _restore_schedule(state.critic.schedule, values["critic_schedule_steps"])
     names = [key.removeprefix("random/") for key in stored.tensors if key.startswith("random/")]
@@ -337,6 +339,20 @@ def _restore_schedule(schedule: LambdaLR, steps: int) -> None:
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
         # LambdaLR sets the groups' rates in its ``step`` alone: until then the optimiser would take those of the start.
         group["lr"] = rate
+
+
+def _describe_rates(schedule: LambdaLR, saved_rates: object) -> str:
+    """Says that the learning rate does not go on where the saving run would have: a schedule is that of all steps, so
+    a decayed rate rises again when a run gets more of them. Empty where it does, or the checkpoint does not know."""
+    rates = schedule.get_last_lr()
+    if not isinstance(saved_rates, list) or not saved_rates or saved_rates == rates:
+        return ""
+    if not all(isinstance(rate, int | float) for rate in saved_rates):
+        return ""
+    return (
+        f"the learning rate goes on at {rates[0]:.3g}, and not at {saved_rates[0]:.3g}, as the run that saved the "
+        "checkpoint would have: other steps or rates (train.max_steps, train.lr) make another schedule"
+    )
 
 
 def _is_whole(shards: Shards, name: str) -> bool:

@@ -446,10 +446,13 @@ def _describe(
         hint = suggest(context["value"], context["known"])
         return f"{_locate(location, path, overrides)}: unknown type {context['name']}{hint}"
     text = _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
+    foreign = _foreign(error, schema)
     if error["type"] == "extra_forbidden" and (places := _places_of(schema, str(location[-1]), location)):
         meant = " or ".join(f"--{place}" if text.startswith("--") else place for place in places)
         text = f"{text.partition(';')[0]}; did you mean {meant}?"
-    return text + _foreign(error, schema)
+    elif foreign:  # what another tool's option is called here is a better answer than a name that looks like it
+        text = text.partition(";")[0]
+    return text + foreign
 
 
 def _foreign(error: Mapping[str, Any], schema: type[BaseModel]) -> str:

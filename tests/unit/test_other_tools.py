@@ -91,6 +91,11 @@ SAID = [
 ]
 
 
+def test_an_option_of_another_tool_is_not_said_to_be_a_name_that_looks_like_it(tmp_path):
+    said = refusal(TrainTextConfig, "train: {learning_rate: 1.0e-5}", tmp_path=tmp_path)
+    assert said.endswith("unknown key; TRL's and LLaMA-Factory's learning_rate is --train.lr 1e-05 here")
+
+
 @pytest.mark.parametrize(("schema", "text", "said"), SAID)
 def test_an_option_of_another_tool_is_named_by_ours(schema, text, said, tmp_path):
     assert said in refusal(schema, text, tmp_path=tmp_path)

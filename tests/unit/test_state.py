@@ -41,8 +41,8 @@ def save_state(state: TrainState, root: Path) -> Path:
     return root / f"global_step_{state.step}"
 
 
-def load_state(state: TrainState, folder: Path) -> None:
-    state_module.load_state(state, StoredCheckpoint(folder), ALONE)
+def load_state(state: TrainState, folder: Path) -> list[str]:
+    return state_module.load_state(state, StoredCheckpoint(folder), ALONE)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,11 +60,13 @@ def make(seed: int = 0, width: int = 8, ema: bool = True, reference: bool = True
     return state_of(module, ema, reference)
 
 
-def state_of(module: nn.Module, ema: bool = True, reference: bool = True) -> TrainState:
+def state_of(
+    module: nn.Module, ema: bool = True, reference: bool = True, lr: float = 0.01, total_steps: int = TOTAL_STEPS
+) -> TrainState:
     config = DitTrainConfig(
-        output_dir="unused", lr=0.01, lr_warmup_steps=2, lr_decay_style="cosine", lr_min=0.001, weight_decay=0.1
+        output_dir="unused", lr=lr, lr_warmup_steps=2, lr_decay_style="cosine", lr_min=0.001, weight_decay=0.1
     )
-    optimizer, schedule = build_optimizer(module, config, TOTAL_STEPS)
+    optimizer, schedule = build_optimizer(module, config, total_steps)
     frozen = copy.deepcopy(module).requires_grad_(False) if reference else None
     return TrainState(module, optimizer, schedule, Ema(module, 0.9, interval=2) if ema else None, frozen)
 
@@ -107,6 +109,23 @@ def assert_identical(left: dict[str, torch.Tensor], right: dict[str, torch.Tenso
         assert torch.equal(left[name], right[name]), name
 
 
+@pytest.mark.parametrize(("settings", "rate"), [({"total_steps": 2 * TOTAL_STEPS}, "0.00638"), ({"lr": 0.02}, None)])
+def test_a_learning_rate_that_does_not_go_on_is_said(tmp_path, settings, rate):
+    state = make()
+    train(state, TOTAL_STEPS)
+    folder = save_state(state, tmp_path)
+    other = state_of(make().model, **settings)
+    said = load_state(other, folder)
+    if rate is None:
+        assert said == [], "both have decayed to lr_min"
+    else:
+        assert len(said) == 1 and said[0].startswith(f"the learning rate goes on at {rate}, and not at 0.001")
+    values = json.loads((folder / "state.json").read_text())
+    for stored in (None, [], 3, ["0.1"]):  # of a run before rates were stored, and of nobody
+        (folder / "state.json").write_text(json.dumps(values | {"learning_rates": stored}))
+        assert load_state(state_of(make().model, **settings), folder) == []
+
+
 @pytest.mark.parametrize("stop", range(TOTAL_STEPS))
 def test_stopping_and_resuming_changes_no_bit(tmp_path, stop):
     undisturbed = make()
@@ -118,7 +137,7 @@ def test_stopping_and_resuming_changes_no_bit(tmp_path, stop):
     saved = everything(first)
 
     resumed = make(seed=99)
-    load_state(resumed, folder)
+    assert load_state(resumed, folder) == [], "nothing has changed"
     assert resumed.step == stop
     assert_identical(everything(resumed) | {"model/0.bias": saved["model/0.bias"]}, saved)
     resumed.model[0].bias.copy_(first.model[0].bias)  # frozen: comes from the model folder, not from the checkpoint
