@@ -22,9 +22,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import ray
-from ray.exceptions import AuthenticationError
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from sfumato.runtime.cluster.token import send_token, token_file
+
+send_token()  # Ray reads the environment when it is imported
+
+import ray  # noqa: E402
+from ray.exceptions import AuthenticationError  # noqa: E402
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy  # noqa: E402
 
 PACKAGES = ("sfumato", "torch", "ray", "transformers", "diffusers", "numpy")
 SMALL_SHARED_MIB = 512
@@ -84,7 +88,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (ConnectionError, AuthenticationError) as error:
         print(
             f"error: cannot connect to {given.address} ({str(error).splitlines()[0]}): this machine must be one of its "
-            "nodes, and RAY_AUTH_MODE and RAY_AUTH_TOKEN_PATH be set as start_head.sh says",
+            f"nodes, and {token_file()} (mode 600) the token of the cluster, where RAY_AUTH_MODE is not disabled",
             file=sys.stderr,
         )
         return 2

@@ -23,6 +23,9 @@ launch "$name" "$foreground" --head --port "$port" --include-dashboard=false \
 address=$(grep -oE "[-.:0-9A-Za-z_]+:$port\b" "$state_dir/$name.log" | head -n 1)
 echo "the cluster's address: $address"
 echo "other nodes:   bash cluster/start_worker.sh $address"
-echo "the driver:    export RAY_AUTH_MODE=$RAY_AUTH_MODE${RAY_AUTH_TOKEN_PATH:+ RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH}"
-echo "               bash train.sh tasks/rl_diffusion.py CONFIG.yaml --runtime.backend ray --runtime.address $address"
+# A driver finds the token in its usual place.
+variables=RAY_AUTH_MODE=$RAY_AUTH_MODE${RAY_AUTH_TOKEN_PATH:+ RAY_AUTH_TOKEN_PATH=$RAY_AUTH_TOKEN_PATH}
+[ "$variables" = "RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH=$HOME/.ray/auth_token" ] \
+  || echo "the driver:    export $variables"
+echo "the driver:    bash train.sh tasks/rl_diffusion.py CONFIG.yaml --runtime.backend ray --runtime.address $address"
 echo "to stop:       bash cluster/stop.sh"

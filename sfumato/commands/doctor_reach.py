@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from sfumato.runtime.cluster.token import token_file
+
 PROGRAMS = re.compile(r"sfumato|(^|[ /])tasks/\w+\.py|^ray::|gcs_server|raylet|/ray/|vllm|sglang")
 """Commands of runs, reward servers, Ray and the engines that runs start."""
 
@@ -73,7 +75,7 @@ def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
 
 def token_problem() -> str:
     """What is wrong with the authentication of Ray, or with the file of its token; empty where nothing is."""
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = token_file()
     if os.environ.get("RAY_AUTH_MODE", "token") != "token":
         return f"RAY_AUTH_MODE is {os.environ['RAY_AUTH_MODE']}: whoever reaches a port of Ray runs programs as you"
     if path.is_file() and stat.S_IMODE(path.stat().st_mode) & 0o077:

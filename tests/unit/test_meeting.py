@@ -15,7 +15,7 @@ import torch.distributed as dist
 from sfumato.errors import ConfigError
 from sfumato.parallel import rendezvous as meeting
 from sfumato.parallel.rendezvous import bound_to_loopback, join_store, raise_descriptors, serve_store
-from sfumato.runtime.cluster.token import require_token
+from sfumato.runtime.cluster.token import require_token, send_token
 from tests.tiny import ROOT
 
 SOON = timedelta(seconds=20)
@@ -139,3 +139,18 @@ def test_a_person_who_wants_no_token_of_ray_gets_none(token_path, monkeypatch):
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     require_token(print)
     assert not token_path.exists()
+
+
+def test_a_cluster_is_sent_the_token_that_is_there(token_path, monkeypatch):
+    # Ray reads the environment when it is imported; whether a test before this one has done so is no matter here
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    send_token()
+    assert "RAY_AUTH_MODE" not in os.environ, "there is no token"
+    token_path.parent.mkdir()
+    token_path.write_text("a token")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    send_token()
+    assert os.environ["RAY_AUTH_MODE"] == "disabled", "a person's choice stays"
+    monkeypatch.delenv("RAY_AUTH_MODE")
+    send_token()
+    assert os.environ["RAY_AUTH_MODE"] == "token"

@@ -27,7 +27,7 @@ from sfumato.parallel.rendezvous import is_loopback
 from sfumato.runtime.cluster.loop import TURN_S, DriverLoop
 from sfumato.runtime.cluster.placement import Places, Reserver
 from sfumato.runtime.cluster.role import RayGroup, RayPool, RayRole, RolePlan
-from sfumato.runtime.cluster.token import require_token
+from sfumato.runtime.cluster.token import require_token, send_token, token_file
 from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Build, Driver, Future, Handle, Roles
 from sfumato.runtime.weight_sync.sync import GRACE_S, WeightSync
 from sfumato.tracking.run import Run
@@ -243,6 +243,8 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
     only_here = _ON_THIS_MACHINE if address is None else {}
     if address is None:
         require_token(run.say)
+    else:
+        send_token()
     try:
         with _environment(only_here):  # Ray reads these variables when it is imported
             import ray
@@ -264,7 +266,10 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
             except (ConnectionError, ValueError, RuntimeError) as error:
                 remedy = "start one (ray start --head), or leave runtime.address out, which starts Ray on this machine"
                 if "AuthenticationError" in str(error.__cause__):
-                    remedy = "it wants its token: export RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH as on its machines"
+                    remedy = (
+                        f"it wants its token: copy the file from one of its machines to {token_file()} (mode 600), and "
+                        "unset RAY_AUTH_MODE and RAY_AUTH_TOKEN"
+                    )
                 raise ConfigError(
                     f"runtime.address {address}: no cluster can be joined there: {error}; {remedy}"
                 ) from error

@@ -28,7 +28,7 @@ def require_token(say: Callable[[str], None]) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
-    path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    path = token_file()
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -44,6 +44,21 @@ def require_token(say: Callable[[str], None]) -> None:
             f"the token of Ray cannot be kept in {path} ({error.strerror}): set RAY_AUTH_TOKEN_PATH to a file in a "
             "folder of your own"
         ) from error
+
+
+def send_token() -> None:
+    """Has Ray send its token to a cluster that is joined, where there is one; call it before Ray is imported.
+
+    Ray itself does so only when it has connected already, and waits 20 s for a cluster that refuses it. Nothing is
+    changed if the user has set ``RAY_AUTH_MODE``. A cluster that wants no token takes no notice of one.
+    """
+    if "ray" not in sys.modules and (os.environ.get("RAY_AUTH_TOKEN") or token_file().is_file()):
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def token_file() -> Path:
+    """Where Ray looks for its token."""
+    return Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
 
 
 def _close_to_others(path: Path, say: Callable[[str], None]) -> None:
