@@ -118,7 +118,12 @@ class RankProcesses:
         if code >= 0:
             return End(rank, code, at=time.time())
         if code == -signal.SIGTERM and self.was_asked:
-            text = "stopped by signal before the run began; nothing was trained"
+            # A run that is at work takes the signal itself, so that one that began has ended: what it said holds.
+            text = (
+                "stopped by signal after the run had ended"
+                if (self.folder / "log").is_file()
+                else "stopped by signal before the run began; nothing was trained"
+            )
             return End(rank, 128 + signal.SIGTERM, text, at=time.time())
         name = signal.Signals(-code).name
         hint = ", as the system does when memory runs out" if code == -signal.SIGKILL else ""

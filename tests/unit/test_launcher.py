@@ -117,6 +117,15 @@ def test_a_stop_before_the_ranks_listen_is_a_stop(tmp_path):
     assert started.end() == (143, "stopped by signal before the run began; nothing was trained\n")
 
 
+def test_a_stop_after_the_run_has_ended_does_not_say_that_nothing_was_trained(tmp_path):
+    """As when an interpreter takes long to end."""
+    ended = "from sfumato.tracking.exit import name_log\nname_log(folder / 'log.txt')"
+    started = Started(tmp_path, f"{ended}\n(folder / f'ready{{rank}}').touch()\ntime.sleep(60)")
+    started.wait_for("ready0", "ready1")
+    started.process.send_signal(signal.SIGTERM)
+    assert started.end() == (143, "stopped by signal after the run had ended\n")
+
+
 def test_ranks_do_not_outlive_the_launcher(tmp_path):
     started = Started(tmp_path, "(folder / f'pid{rank}').write_text(str(os.getpid()))\ntime.sleep(60)")
     started.wait_for("pid0", "pid1")
