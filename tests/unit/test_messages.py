@@ -72,6 +72,8 @@ def test_a_call_that_cannot_be_read_is_named(call, reason):
 def test_nulls_of_a_person_stay_and_those_of_a_table_go():
     tool = {"function": {"name": "f", "parameters": {"unit": {"default": None, "enum": ["c", None]}}}}
     assert read_tools({"tools": [tool]}, WHERE) == [tool] == read_tools({"tools": json.dumps([tool])}, WHERE)
+    for nothing in (None, "", " \n", [], "[]", "null"):
+        assert read_tools({"tools": nothing}, WHERE) is None is read_tools({"functions": nothing}, WHERE)
     struct = StructValue(city="Rome", unit=None)
     (call,) = calls_of({"role": "assistant", "tool_calls": [{"name": "look", "arguments": struct}]})
     assert call["function"]["arguments"] == {"city": "Rome"}

@@ -96,15 +96,20 @@ def read_tools(row: JsonObject, where: str) -> list[JsonObject] | None:
 
     Returns None without such a column. Raises DataError that names the row.
     """
-    if row.get("tools") is None:
-        functions = parsed_json(row.get("functions"), where)
-        return _tools_of_functions(without_absent(functions), where) if functions else None
-    tools = without_absent(parsed_json(row["tools"], where))
+    tools = without_absent(_parsed_column(row.get("tools"), where))
+    if tools is None:
+        functions = without_absent(_parsed_column(row.get("functions"), where))
+        return _tools_of_functions(functions, where) if functions else None
     if isinstance(tools, list):
         tools = [without_absent(parsed_json(tool, where)) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' must be a list of JSON schemas")
     return tools or None
+
+
+def _parsed_column(value: object, where: str) -> object:
+    """As ``parsed_json``. An empty text is None: rows of LLaMA-Factory's data without tools have one."""
+    return None if isinstance(value, str) and not value.strip() else parsed_json(value, where)
 
 
 def _tools_of_functions(functions: object, where: str) -> list[dict[str, object]]:
