@@ -259,12 +259,18 @@ REPEATED = """{%- for m in messages %}{{- '<|im_start|>' + m.role + '\n' }}
 {%- if m.role == 'assistant' %}{{- '<think>\n' }}{%- endif %}{{- m.content + '<|im_end|>\n' }}{%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
 PARSED = REPEATED.replace("m.content", "m.content.removeprefix('<think>')")
+BLOCK = """{%- if m.role == 'assistant' %}{% generation %}{{- m.content.removeprefix('<think>') + '<|im_end|>' }}
+{%- endgeneration %}{%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}{{- '\n' }}"""
 
 
 def test_thoughts_that_the_prompt_opens(tmp_path):
     tokenizer = tokenizer_of("byte_level")
     messages = [user("q"), assistant("<think>hm</think>a")]
-    assert learned_text(tokenizer, template_of(tmp_path, PARSED).encode(messages, "row")[0]) == "hm</think>a<|im_end|>"
+    marked = PARSED.replace("{{- m.content.removeprefix('<think>') + '<|im_end|>\n' }}", BLOCK)
+    assert "generation" in marked
+    for text in (PARSED, marked):
+        (encoded,) = template_of(tmp_path, text).encode(messages, "row")
+        assert learned_text(tokenizer, encoded) == "hm</think>a<|im_end|>"
     with pytest.raises(DataError, match=r"^row: message 2 .* opens <think> by itself, and its content opens another"):
         template_of(tmp_path, REPEATED).encode(messages, "row")
     literal = [user("q"), assistant("hm</think>a tag <think>")]

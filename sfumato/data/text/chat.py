@@ -320,8 +320,11 @@ class _Chat:
             trained: indices of the messages in the loss.
         """
         text, blocks = self._render_checked(self.marked)
+        # A tag that the prompt opens stands in front of the blocks, and may be repeated in the data.
+        opening = opening_of(text[: blocks[0][0]]).strip() if blocks else ""
         for index in trained:
-            if not all(is_in_blocks(content, text, blocks) for content in texts_in(self.messages[index])):
+            contents = [content.strip().removeprefix(opening) for content in texts_in(self.messages[index])]
+            if not all(is_in_blocks(content, text, blocks) for content in contents):
                 raise self._error(
                     index, "the generation blocks of the chat template leave out some of what it says: widen them"
                 )
