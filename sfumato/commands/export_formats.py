@@ -23,7 +23,8 @@ GGUF_TYPES = {"fp32": "f32", "bf16": "bf16", "fp16": "f16"}
 LORA_FILE = "pytorch_lora_weights.safetensors"
 CONVERTER = "convert_hf_to_gguf.py"
 INSTALL_LLAMA_CPP = (
-    "git clone https://github.com/ggml-org/llama.cpp && pip install gguf, then set LLAMA_CPP to the folder"
+    "git clone https://github.com/ggml-org/llama.cpp && pip install gguf sentencepiece protobuf, then set LLAMA_CPP to "
+    "the folder"
 )
 ADAPTER_FILES = ("adapter_config.json", LORA_FILE)
 

@@ -318,3 +318,21 @@ def _ids(tokenizer: Any, question: str, answer: str) -> tuple[torch.Tensor, int]
     prompt = tokenizer.apply_chat_template(_asked(question), tokenize=False, add_generation_prompt=True)
     texts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (prompt, f"{answer}<|im_end|>")]
     return torch.tensor([[*texts[0], *texts[1]]]), len(texts[0])
+
+
+@pytest.mark.skipif(
+    not os.environ.get("LLAMA_CPP") or importlib.util.find_spec("sentencepiece") is None,
+    reason="LLAMA_CPP names no folder of llama.cpp, or sentencepiece is missing, which its converter imports",
+)
+def test_llama_cpp_converts_an_export_and_no_weight_changes(smollm2: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert sfumato(["export", str(smollm2), str(out), "--gguf", "--dtype", "bf16"]) == 0
+    exported = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    converted = AutoModelForCausalLM.from_pretrained(out, gguf_file="model-bf16.gguf", dtype=torch.bfloat16)
+    assert converted.state_dict().keys() == exported.keys()
+    for name, weight in converted.state_dict().items():
+        assert torch.equal(weight, exported[name]), name
+    text = "Hello,  how are you? ünï 123"
+    tokenizers = [AutoTokenizer.from_pretrained(out, **named) for named in ({}, {"gguf_file": "model-bf16.gguf"})]
+    before, after = (tokenizer(text).input_ids for tokenizer in tokenizers)
+    assert before == after

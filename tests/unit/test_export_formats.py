@@ -65,7 +65,7 @@ def test_refusals_name_the_remedy(run, tmp_path, capsys, monkeypatch, options, m
 
 
 def test_llama_cpp_is_called_with_the_folder_and_the_type(run, tmp_path, capsys):
-    """A program in the place of the converter, which notes its arguments: the real one is no package."""
+    """A program in the place of the converter, which notes its arguments; the real one is called in test_smollm2.py."""
     tool = tmp_path / "llama.cpp" / "convert_hf_to_gguf.py"
     tool.parent.mkdir()
     tool.write_text(
