@@ -206,6 +206,19 @@ def call_kandinsky5(
     return pictures
 
 
+def call_kandinsky5_video(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    """Latents come with empty channels for given frames and their mask, as the pipeline makes them itself."""
+    frames = (latents.shape[2] - 1) * pipeline.vae_scale_factor_temporal + 1
+    more = settings(row, guidance_scale=scale, num_frames=frames, negative_prompt="")
+    channels = latents.shape[1]
+    inputs = torch.nn.functional.pad(latents, (0, 0, 0, 0, 0, 0, 0, channels + 1)).permute(0, 2, 3, 4, 1)
+    videos = pipeline(prompt=prompts, latents=inputs, **more).frames
+    pipeline.last_latents = pipeline.last_latents[..., :channels].permute(0, 4, 1, 2, 3)
+    return videos[:, 0]
+
+
 def call_hidream(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     height, width = row.size
     # every picture is brought to the area of a square with so many latent pixels along a side
@@ -461,6 +474,21 @@ ROWS = {
         needs="torchvision",
         straight=False,
         velocity=lambda output, shape: output[:, 0].permute(0, 3, 1, 2),
+        brief=True,
+    ),
+    "kandinsky5_video": Row(
+        tiny_families.tiny_kandinsky5_video,
+        call_kandinsky5_video,
+        (4, 1, 4, 6),
+        16,
+        size=(32, 48),
+        tokens=24,
+        num_frames=5,
+        batched=False,
+        needs="torchvision",
+        straight=False,
+        exact=False,
+        velocity=lambda output, shape: output.permute(0, 4, 1, 2, 3),
         brief=True,
     ),
     "hidream": Row(

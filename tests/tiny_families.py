@@ -366,6 +366,16 @@ def tiny_kandinsky5() -> dict[str, Any]:
     }
 
 
+def tiny_kandinsky5_video() -> dict[str, Any]:
+    """Kandinsky 5 with videos: 32x48 pixels in 5 frames are 4 x 2 x 4 x 6 latents and 12 tokens."""
+    description = tiny_kandinsky5()
+    return description | {
+        "pipeline": "Kandinsky5T2VPipeline",
+        "transformer": {**description["transformer"], "visual_cond": True},
+        "vae": {"scaling_factor": 0.7},
+    }
+
+
 def tiny_hidream() -> dict[str, Any]:
     """HiDream-I1: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens; other shapes are filled up to 128 tokens."""
     return {

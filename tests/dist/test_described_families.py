@@ -27,12 +27,13 @@ from tests.family_rows import wake
 
 ROWS = {**family_rows.ROWS, **sound_rows.ROWS}
 TOLERANCE = 2e-5
-LOOSE = {"kandinsky5": 1e-3}
+LOOSE = {"kandinsky5": 1e-3, "kandinsky5_video": 1e-3}
 """Tolerances of families that round to bfloat16 between layers, where another last bit may become another value."""
 NO_SEQUENCE = (
     "qwen_image21",
     "ideogram4",
     "kandinsky5",
+    "kandinsky5_video",
     "chroma",
     "sana",
     "sana_video",
@@ -47,7 +48,7 @@ NO_SEQUENCE = (
 """Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, text
 that is dropped before the last layer, and windows of attention; of LTX-2 there are two sequences, and in Qwen-Image 2.1
 each part of the sequence sees the parts before it."""
-NO_TENSOR = ("ltx2", "kandinsky5")
+NO_TENSOR = ("ltx2", "kandinsky5", "kandinsky5_video")
 """Families whose layers cannot be cut: rotary embeddings come with all heads, or are rounded to bfloat16."""
 QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
 """Families that run always: text in the same sequence and before it, convolutions, two sequences."""

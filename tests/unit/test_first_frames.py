@@ -1,4 +1,4 @@
-"""Videos of several frames from a first one against diffusers' pipelines. Wan's stand in ``test_wan.py``."""
+"""Videos of several frames, most from a first one, against diffusers' pipelines. Wan's stand in ``test_wan.py``."""
 
 from __future__ import annotations
 
@@ -22,21 +22,23 @@ from tests.family_rows import ROWS, SEED, STEPS, wake
 FRAMES = 5
 
 
-@pytest.mark.parametrize("name", ["hunyuan_video15_image"])
+@pytest.mark.parametrize("name", ["hunyuan_video15_image", "kandinsky5_video"])
 def test_a_video_equals_that_of_the_pipeline(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
+    if row.needs:
+        pytest.importorskip(row.needs)
     (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(row.describe()))
     config = ModelConfig(config_path=str(tmp_path / "tiny.yaml"), max_sequence_length=row.tokens)
     model = build_diffusion_model(config)
     wake(model)
     model.frames = FRAMES
     model.save_pipeline(tmp_path / "pipe")
-    image = np.random.default_rng(3).integers(0, 256, (*row.size, 3), dtype=np.uint8)
+    images = [np.random.default_rng(3).integers(0, 256, (*row.size, 3), dtype=np.uint8)] if model.takes_image else None
     shape = model.latent_shape(*row.size, FRAMES)
     assert shape[1] == 2
     latents = sample_trajectories(
         model,
-        model.encode_prompts(["write AB"], images=[image]),
+        model.encode_prompts(["write AB"], images=images),
         [0],
         dynamics=EulerODE(),
         trained_steps=(),
@@ -50,6 +52,7 @@ def test_a_video_equals_that_of_the_pipeline(name: str, tmp_path: Path) -> None:
     pipeline.set_progress_bar_config(disable=True)
     noise = keyed_normal(shape, SEED, "latent", 0, [0])
     frames = replace(row, latent_shape=shape)
-    frames.call(frames, pipeline, ["write AB"], noise, row.scales[-1], [Image.fromarray(image)])
+    pictures = images and [Image.fromarray(image) for image in images]
+    frames.call(frames, pipeline, ["write AB"], noise, row.scales[-1], pictures)
     assert latents.std() > 0.1
     torch.testing.assert_close(latents, pipeline.last_latents, atol=1e-4, rtol=1e-4)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_dc import AutoencoderDC
     from diffusers.models.autoencoders.autoencoder_kl_cogvideox import AutoencoderKLCogVideoX
     from diffusers.models.autoencoders.autoencoder_kl_flux2 import AutoencoderKLFlux2
+    from diffusers.models.autoencoders.autoencoder_kl_hunyuan_video import AutoencoderKLHunyuanVideo
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanimage import AutoencoderKLHunyuanImage
     from diffusers.models.autoencoders.autoencoder_kl_hunyuanvideo15 import AutoencoderKLHunyuanVideo15
     from diffusers.models.autoencoders.autoencoder_kl_qwenimage21 import AutoencoderKLQwenImage21
@@ -91,6 +92,32 @@ def build_cogvideox_autoencoder(
         layers_per_block=layers_per_block,
         norm_num_groups=norm_groups,
         scaling_factor=scaling_factor,
+    )
+
+
+def build_hunyuan_video_autoencoder(
+    channels: Iterable[int] = (8, 8, 16, 16),
+    latent_channels: int = 4,
+    layers_per_block: int = 1,
+    norm_groups: int = 4,
+    scaling_factor: float = 1.0,
+) -> AutoencoderKLHunyuanVideo:
+    """An AutoencoderKLHunyuanVideo: the first frame becomes a latent frame of its own, and so do every four after it.
+
+    Each entry of ``channels`` but the last halves the size of the image; there must be three at least.
+    """
+    from diffusers import AutoencoderKLHunyuanVideo
+
+    channels = tuple(channels)
+    return AutoencoderKLHunyuanVideo(
+        latent_channels=latent_channels,
+        down_block_types=("HunyuanVideoDownBlock3D",) * len(channels),
+        up_block_types=("HunyuanVideoUpBlock3D",) * len(channels),
+        block_out_channels=channels,  # pyright: ignore[reportArgumentType]
+        layers_per_block=layers_per_block,
+        norm_num_groups=norm_groups,
+        scaling_factor=scaling_factor,
+        spatial_compression_ratio=2 ** (len(channels) - 1),
     )
 
 

@@ -1,0 +1,58 @@
+"""Kandinsky 5 from text to videos (arXiv 2511.14993), with the latents of an AutoencoderKLHunyuanVideo."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from torch import Tensor, nn
+
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion.kandinsky_text import LARGEST_GRID, KandinskyText
+from sfumato.models.diffusion.latents import PATCH, ScaledVideoLatents, check_size
+from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video_autoencoder
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+
+class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
+    """Kandinsky 5 Video Lite from text."""
+
+    pipeline_class: ClassVar[str] = "Kandinsky5T2VPipeline"
+    build_vae = staticmethod(build_hunyuan_video_autoencoder)
+    template_words: ClassVar[str] = (
+        "system\nYou are a prompt engineer. Describe the video in detail how camera moves or shakes zoom and view "
+        "angle whether it follows objects location of main characters their action dynamism presented actions visual "
+        "style is professional footage user generated content some kind animation game scren effects postprocessing "
+        "transitions if they attention to order key shown scene describe\nDescribe\nName\nPay\nuser\n{}"
+    )
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError for a network with block-sparse attention."""
+        super().__init__(pipeline, *args, **kwargs)
+        if pipeline.transformer.config.attention_type == "nabla":
+            raise ConfigError(
+                "model.model_path: a transformer with attention_type nabla chooses blocks of keys from the values of "
+                "its queries, which is not trained here: take a model of 5 seconds with full attention, such as "
+                "Kandinsky 5 Video Lite 5s"
+            )
+
+    @property
+    def spatial_patch(self) -> int:
+        return PATCH
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        check_size(height, width, self.probe_size, longest=self.probe_size * LARGEST_GRID)
+        shape = super().latent_shape(height, width, frames)
+        if shape[1] > LARGEST_GRID:
+            raise ValueError(f"frames {frames}: there are positions for {LARGEST_GRID} latent frames only")
+        return shape
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        factor = self.pipeline.vae_scale_factor_spatial
+        scale = self.pipeline._get_scale_factor(latents.shape[3] * factor, latents.shape[4] * factor)
+        inputs = latents
+        if self.denoiser.config.visual_cond:  # channels for given frames and their mask: none is given
+            channels = latents.shape[1]
+            inputs = nn.functional.pad(latents, (0, 0, 0, 0, 0, 0, 0, channels + 1))
+        return self.predict_rows(inputs, sigma, embeddings, scale)
