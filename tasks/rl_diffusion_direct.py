@@ -1,4 +1,4 @@
-"""Reinforcement learning of diffusion models by the gradient of their reward: DRaFT, AlignProp, ReFL.
+"""Reinforcement learning of diffusion models by the gradient of their reward: DRaFT, AlignProp, ReFL, SRPO.
 
     bash train.sh tasks/rl_diffusion_direct.py configs/quickstart/draft.yaml --algorithm.steps.k 2
 
@@ -32,7 +32,7 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.differentiable import score_differentiably
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import Drawn, SampleRequest, requests_of
-from sfumato.rollout.diffusion.differentiable import iteration_flops, sample_differentiably, split_requests
+from sfumato.rollout.diffusion.differentiable import draw_differentiably, iteration_flops, split_requests
 from sfumato.rollout.diffusion.evaluation import draw_watched_prompts, sample_evaluation
 from sfumato.rollout.diffusion.policy import build_policy, encode_prompts, prepare_prompts
 from sfumato.runtime.evaluate import control_of, evaluate
@@ -142,7 +142,7 @@ def update_policy(
     rollout = config.rollout
     model = actor.model
     mesh = actor.mesh
-    num_samples = rollout.num_prompts * rollout.n
+    num_scored = rollout.num_prompts * rollout.n * algorithm.num_passes
     differentiated = algorithm.steps.steps(rollout.num_inference_steps, config.train.seed, step)
     checked = Numbers()
     sums = Numbers()
@@ -152,36 +152,25 @@ def update_policy(
         prompts = [actor.prompts[request.prompt_id] for request in micro_batch]
         sample_ids = [request.sample_id for request in micro_batch]
         conditioning, _ = encode_prompts(model, prompts, rollout.size, rollout.guidance_scale != 1.0)
-        samples = sample_differentiably(
-            actor.policies,
-            conditioning,
-            sample_ids,
-            steps=differentiated,
-            solver=algorithm.solver,
-            compares=algorithm.kl_coef > 0,
-            size=rollout.size,
-            num_steps=rollout.num_inference_steps,
-            guidance_scale=rollout.guidance_scale,
-            seed=config.train.seed,
-            iteration=step,
-        )
-        pixels = model.decode_differentiably(samples.latents)
-        rewards_B, values = score_differentiably(
-            config.optimised_rewards, pixels, [prompt.text for prompt in prompts], algorithm.control_words
-        )
-        losses_B = reward_loss(rewards_B, algorithm.reward_limit)
-        sums.add_all(**{"reward/total": rewards_B.sum(), "loss/policy": losses_B.sum()})
-        sums.add_all(**{f"reward/{label}": value.sum() for label, value in values.items()})
-        if samples.reference_distances is not None:
-            losses_B = losses_B + algorithm.kl_coef * samples.reference_distances
-            sums.add_all(**{"kl/reference": samples.reference_distances.sum()})
-        checked.add(losses_B.double().sum(), f"step {step + 1}, rank {mesh.rank}, samples {sample_ids}")
-        loss = losses_B.sum() / num_samples  # the mean over the samples of all ranks
-        loss.backward()
+        for samples in draw_differentiably(actor.policies, conditioning, sample_ids, config, step):
+            pixels = model.decode_differentiably(samples.latents)
+            texts = [prompt.text for prompt in prompts]
+            rewards_B, values = score_differentiably(
+                config.optimised_rewards, pixels, texts, samples.control_words, samples.gains
+            )
+            losses_B = reward_loss(rewards_B, algorithm.reward_limit)
+            sums.add_all(**{"reward/total": rewards_B.sum(), "loss/policy": losses_B.sum()})
+            sums.add_all(**{f"reward/{label}": value.sum() for label, value in values.items()})
+            if samples.reference_distances is not None:
+                losses_B = losses_B + algorithm.kl_coef * samples.reference_distances
+                sums.add_all(**{"kl/reference": samples.reference_distances.sum()})
+            checked.add(losses_B.double().sum(), f"step {step + 1}, rank {mesh.rank}, samples {sample_ids}")
+            loss = losses_B.sum() / num_scored  # the mean over the samples of all ranks
+            loss.backward()
     grad_norm = reduce_and_clip(model.denoiser, config.train.max_grad_norm, mesh, f"step {step + 1}", checked, sums)
     actor.step()
     actor.end_update(step + 1)
-    metrics = {name: value / num_samples for name, value in mesh.sum_dict(sums.sums()).items()}
+    metrics = {name: value / num_scored for name, value in mesh.sum_dict(sums.sums()).items()}
     metrics |= {"grad_norm": grad_norm, "lr": lr, "rollout/differentiated_steps": float(len(differentiated))}
     return metrics, iteration_flops(model, len(requests), differentiated, config)
 

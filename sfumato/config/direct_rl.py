@@ -67,6 +67,20 @@ class DirectAlgorithmConfig(RecipeAlgorithmConfig):
             )
         return data
 
+    @model_validator(mode="after")
+    def _has_words_for_both_directions(self) -> DirectAlgorithmConfig:
+        if self.steps.type == "direct_align" and self.control_words is None:
+            raise ValueError(
+                "algorithm.steps direct_align scores a sample by the difference that algorithm.control_words make: set "
+                'two texts, [positive, negative], such as ["Realistic photo.", "CG render."]'
+            )
+        return self
+
+    @property
+    def num_passes(self) -> int:
+        """Backward passes of each sample in an iteration."""
+        return getattr(self.steps, "num_passes", 1)
+
     @property
     def compared(self) -> frozenset[str]:
         """Policies whose predictions the loss takes besides those of the trained one."""

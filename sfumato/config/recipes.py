@@ -234,6 +234,14 @@ DIRECT_RECIPES: dict[str, dict[str, object]] = {
     # ReFL, arXiv 2304.05977; ImageReward ImageReward/ReFL.py: 40 steps, one of the last 10, loss max(2 - reward, 0)
     # times 1e-3, lr 1e-5, beside the loss of pretraining on images
     "refl": {"steps": {"type": "predicted", "last": 10}, "solver": {"type": "euler"}, "reward_limit": 2.0},
+    # SRPO, arXiv 2509.06942; Tencent-Hunyuan/SRPO scripts/finetune/SRPO_training_hpsv2.sh: FLUX.1, all weights, 720 x
+    # 720, 25 steps, lr 5e-6, gradients clipped at 0.1, 32 samples, loss max(0.7 - reward, 0) with HPSv2.1
+    "srpo": {
+        "steps": {"type": "direct_align"},
+        "solver": {"type": "euler"},
+        "reward_limit": 0.7,
+        "control_words": ["Realistic photo.", "CG render."],
+    },
 }
 
 DIFFUSION_RECIPES = TRAJECTORY_RECIPES | FORWARD_RECIPES

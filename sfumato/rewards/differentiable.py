@@ -42,6 +42,7 @@ def score_differentiably(
     pixels: torch.Tensor,
     prompts: Sequence[str],
     control_words: Sequence[str] | None = None,
+    gains: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The weighted sum of rewards, through which gradients flow.
 
@@ -52,6 +53,7 @@ def score_differentiably(
         prompts: B texts.
         control_words: two texts that are put in front of each prompt; the value for the second is subtracted from that
             for the first (SRPO, arXiv 2509.06942, section 3.2).
+        gains: float ``[B]``: the value for the first is multiplied by 1 + gain before; None is 0.
 
     Returns:
         float32 ``[B]``, and the values of each reward by label as it gave them, ``[B]``, detached.
@@ -64,6 +66,8 @@ def score_differentiably(
         else:
             wanted, unwanted = control_words
             value = _score_frames(reward, pixels, [f"{wanted} {prompt}" for prompt in prompts])
+            if gains is not None:
+                value = (1 + gains) * value
             value = value - _score_frames(reward, pixels, [f"{unwanted} {prompt}" for prompt in prompts])
         values[reward.label] = value.detach()
         if not isinstance(reward.normalise, str):  # a range that is mapped to 0 to 1

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import copy
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 
 from sfumato.algorithms.decay import FROZEN
-from sfumato.algorithms.noise import keyed_normal
-from sfumato.algorithms.reward_gradients import LastSteps, PredictedImage, RandomLastSteps, reward_loss
+from sfumato.algorithms.noise import keyed_normal, keyed_uniform
+from sfumato.algorithms.reward_gradients import (
+    DirectAlign,
+    LastSteps,
+    PredictedImage,
+    RandomLastSteps,
+    recover_sample,
+    reward_loss,
+)
 from sfumato.algorithms.solvers import DPMSolver2, Euler
 from sfumato.config.direct_rl import DirectRLConfig
 from sfumato.config.load import load_config, merge
@@ -24,9 +34,9 @@ from sfumato.models.policies import Policies
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
-from sfumato.rewards.differentiable import score_differentiably
+from sfumato.rewards.differentiable import DifferentiableReward, score_differentiably
 from sfumato.rewards.pixels import Brightness, Colour, Sharpness, Symmetry
-from sfumato.rollout.diffusion.differentiable import sample_differentiably
+from sfumato.rollout.diffusion.differentiable import draw_differentiably, sample_differentiably
 from sfumato.tracking.json_lines import read_jsonl
 from tests.family_rows import ROWS
 from tests.tiny import run_task_here, tiny_rl_config, weights_in, write_tiny_pipeline
@@ -73,6 +83,28 @@ def weighted(pixels: torch.Tensor) -> torch.Tensor:
     """A reward ``[B]`` with another gradient at each pixel."""
     weights = torch.linspace(-1, 1, pixels[0].numel(), dtype=pixels.dtype).view(pixels[0].shape)
     return (pixels.square() * weights).flatten(1).sum(dim=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Light(DifferentiableReward):
+    """Mean of the pixels, of which a prompt that begins with ``dark`` wants half as little, weighted by place."""
+
+    type: ClassVar[str] = "light"
+    modality: ClassVar[str] = "image"
+    reads_prompt: ClassVar[bool] = True
+
+    def score(self, samples: list[Sample]) -> list[float]:
+        pixels = np.stack([sample.pixels for sample in samples]).astype(np.float32).transpose(0, 3, 1, 2) / 255
+        return self.score_pixels(torch.from_numpy(pixels), [sample.prompt for sample in samples]).tolist()
+
+    def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
+        signs = torch.tensor([-0.5 if prompt.startswith("dark") else 1.0 for prompt in prompts], dtype=pixels.dtype)
+        weights = torch.linspace(0.5, 1.5, pixels.shape[-1], dtype=pixels.dtype)
+        return signs * (pixels * weights).flatten(1).mean(dim=1)
+
+
+SRPO = {"recipe": "srpo", "control_words": ["light", "dark"], "reward_limit": 5.0}
+LIGHT = {"rewards": [{"type": "tests.unit.test_reward_gradients:Light"}]}
 
 
 def gradients_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -146,6 +178,92 @@ def test_loss_and_gradients_are_those_of_an_unrolled_plain_loop(folder: Path, st
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+def test_direct_align_is_the_published_loop(folder: Path, tmp_path: Path) -> None:
+    """SRPO on two samples: each noised by its own noise, moved by one step down and one up, recovered, scored."""
+    steps = {"num_levels": 2, "sigmas": [0.5, 0.9], "denoise_gain": [0.1, 0.3], "inversion_gain": [0.4, 0.2]}
+    settings = {"algorithm": {**SRPO, "steps": steps, "kl_coef": 0.5}, "reward": LIGHT, "train": {"seed": 7}}
+    config = load_config(DirectRLConfig, overrides=direct_config(tmp_path, **settings))
+    policies = policies_in(folder, reference=True)
+    with torch.no_grad():
+        for parameter in policies.model.denoiser.parameters():
+            parameter.mul_(1.02)  # away from the reference
+    model = policies.model
+    conditioning = model.encode_prompts(PROMPTS)
+    losses = []
+    for samples in draw_differentiably(policies, conditioning, IDS, config, 2):
+        pixels = model.decode_differentiably(samples.latents)
+        rewards, _ = score_differentiably([Light()], pixels, PROMPTS, samples.control_words, samples.gains)
+        assert samples.reference_distances is not None
+        losses.append(reward_loss(rewards, 5.0) + 0.5 * samples.reference_distances)
+        losses[-1].sum().backward()
+
+    plain = copy.copy(model.pipeline)
+    plain.transformer = copy.deepcopy(model.denoiser)
+    plain.transformer.zero_grad()
+    inputs, _, sigmas = plain_inputs(model, False)
+
+    def predict(transformer: Any, x: torch.Tensor, sigma: torch.Tensor) -> torch.Tensor:
+        return transformer(
+            hidden_states=x,
+            timestep=sigma * 1000,
+            encoder_hidden_states=inputs["prompt_embeds"],
+            pooled_projections=inputs["pooled"],
+            return_dict=False,
+        )[0]
+
+    noise = keyed_normal((4, 8, 8), 7, "latent", 2, IDS, torch.device("cpu"))
+    x0 = noise
+    with torch.no_grad():
+        for now, following in itertools.pairwise(sigmas):
+            x0 = x0 + (following - now) * predict(plain.transformer, x0, torch.full((2,), now))
+    expected = []
+    for level in range(2):
+        u = keyed_uniform(7, f"direct align {level}", 2, IDS)
+        d = torch.tensor([min(0.1, float(each), 1 - float(each)) for each in u], dtype=torch.float64)
+        target = (0.5 + 0.4 * u).float().view(-1, 1, 1, 1)
+        for inverts in (False, True):
+            source = 0.5 + 0.4 * (u - d if inverts else u + d)
+            k = 0.4 - 0.2 * (u - d) if inverts else 0.1 + 0.2 * u
+            sigma = source.float()
+            x = (1 - sigma.view(-1, 1, 1, 1)) * x0 + sigma.view(-1, 1, 1, 1) * noise
+            v = predict(plain.transformer, x, sigma)
+            moved = x + (target - sigma.view(-1, 1, 1, 1)) * v
+            recovered = (moved - target * noise) / (1 - target)
+            vae = plain.vae
+            z = recovered / vae.config.scaling_factor + (vae.config.shift_factor or 0.0)
+            image = (vae.decode(z, return_dict=False)[0] / 2 + 0.5).clamp(0, 1)
+            light = (image * torch.linspace(0.5, 1.5, 16)).flatten(1).mean(dim=1)
+            light, dark = light, -0.5 * light
+            relative = (1 + k.float()) * dark - light if inverts else (1 + k.float()) * light - dark
+            with policies.active("reference") as reference, torch.no_grad():
+                v_reference = reference.predict_velocity(x, sigma, conditioning, 1.0)
+            penalty = (v - v_reference).square().flatten(1).mean(dim=1)
+            expected.append(torch.relu(5.0 - relative) + 0.5 * penalty)
+            expected[-1].sum().backward()
+    torch.testing.assert_close(torch.stack(losses), torch.stack(expected), rtol=1e-5, atol=1e-5)
+    assert float(torch.stack(expected).detach().std()) > 0.1
+    wanted = gradients_of(plain.transformer)
+    largest = max(float(gradient.abs().max()) for gradient in wanted.values())
+    assert gradients_of(model.denoiser).keys() == wanted.keys() and largest > 1e-3
+    for name, gradient in gradients_of(model.denoiser).items():
+        torch.testing.assert_close(gradient, wanted[name], rtol=1e-4, atol=1e-5 * largest, msg=name)
+
+
+def test_the_right_velocity_recovers_the_sample_from_any_noise(folder: Path) -> None:
+    x0, noise = (keyed_normal((4, 8, 8), 0, name, 0, IDS) for name in ("x0", "noise"))
+    jumps = DirectAlign(num_levels=3).jumps(3, 4, IDS)
+    assert [jump.is_inversion for jump in jumps] == [False, True] * 3
+    for jump in jumps:
+        noisy = (1 - jump.start.view(-1, 1, 1, 1)) * x0 + jump.start.view(-1, 1, 1, 1) * noise
+        recovered = recover_sample(noisy, noise - x0, noise, jump.start, jump.end)
+        torch.testing.assert_close(recovered, x0, rtol=1e-4, atol=1e-4)
+        assert ((jump.start < jump.end) == jump.is_inversion).all()
+        assert (jump.end >= 0.75).all() and (jump.start <= 0.9643).all() and (jump.start >= 0.75).all()
+    assert torch.equal(jumps[0].end, jumps[1].end) and not torch.equal(jumps[0].end, jumps[2].end)
+    alone = DirectAlign(num_levels=3).jumps(3, 4, IDS[1:])  # however samples are split
+    assert torch.equal(alone[2].start, jumps[2].start[1:])
 
 
 def test_the_gradient_of_a_weight_is_its_finite_difference(folder: Path) -> None:
@@ -345,6 +463,11 @@ def test_a_limit_ends_the_gradient() -> None:
             },
         ),
         pytest.param(
+            "srpo",
+            {"algorithm": {k: v for k, v in SRPO.items() if k != "recipe"}, "reward": LIGHT},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             "align_prop",
             {"algorithm": {"steps": {"max_k": 4}}, "train": {"activation_checkpointing": "full"}},
             marks=pytest.mark.slow,
@@ -365,7 +488,8 @@ def test_the_reward_rises_and_a_resumed_run_has_the_same_bits(
     whole = run_task_here("rl_diffusion_direct", merge(config, {"train": {"output_dir": str(tmp_path / "whole")}}))
     lines = read_jsonl(whole / "metrics.jsonl")
     assert lines[-1]["eval/reward/total"] > lines[0]["eval/reward/total"] + (5e-4 if "model" in settings else 5e-3)
-    assert "eval/reward/sharpness" in lines[-1] and "reward/sharpness" not in lines[-1]
+    if recipe != "srpo":
+        assert "eval/reward/sharpness" in lines[-1] and "reward/sharpness" not in lines[-1]
     checkpoint = str(whole / "checkpoints" / "global_step_3")
     resume = {"train": {"output_dir": str(tmp_path / "again"), "load_checkpoint_path": checkpoint}}
     again = run_task_here("rl_diffusion_direct", merge(config, resume))
@@ -396,6 +520,12 @@ def test_an_iteration_does_not_depend_on_micro_batches(tmp_path: Path) -> None:
         ({"algorithm": {"recipe": "flow_grpo"}}, ["another task"]),
         ({"algorithm": {"control_words": ["a"]}}, ["algorithm.control_words", "at least 2"]),
         ({"algorithm": {"control_words": ["a", "b"]}}, ["control_words", "brightness does not read the prompt"]),
+        ({"algorithm": {"steps": {"type": "direct_align"}}}, ["direct_align scores", "algorithm.control_words"]),
+        (
+            {"algorithm": {"steps": {"type": "direct_align", "sigmas": [0.5, 1.0]}}},
+            ["0 <= low < high < 1, not [0.5, 1.0]"],
+        ),
+        ({"algorithm": {"steps": {"type": "direct_align", "distance": 0.0}}}, ["distance must be above 0"]),
         ({"train": {"ulysses_parallel_size": 2}}, ["ranks that share a sample", "fsdp2"]),
         ({"train": {"cfg_parallel_size": 2}, "rollout": {"guidance_scale": 2.0}}, ["ranks that share a sample"]),
         ({"train": {"data_parallel_mode": "fsdp1"}}, ["fsdp1", "fsdp2"]),

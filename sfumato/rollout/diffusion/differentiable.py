@@ -5,11 +5,15 @@ Shapes: B samples, ... latent dimensions, T denoising steps, K differentiated on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
+from sfumato.algorithms.device import to_device
+from sfumato.algorithms.flow_matching import add_noise
+from sfumato.algorithms.noise import keyed_normal
+from sfumato.algorithms.reward_gradients import DirectAlign, recover_sample
 from sfumato.algorithms.solvers import Solver
 from sfumato.config.direct_rl import DirectRLConfig
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
@@ -28,6 +32,86 @@ class DifferentiableSamples:
     reference_distances: torch.Tensor | None
     """float32 ``[B]``: mean squared difference of the velocities of policy and reference, over latent elements and
     differentiated steps; None when there is no reference."""
+    gains: torch.Tensor | None = None
+    """float32 ``[B]``: k of the relative reward, of Direct-Align; None without."""
+    control_words: Sequence[str] | None = None
+    """The words whose reward is wanted, and the others; None when rewards are those of the prompt."""
+
+
+def draw_differentiably(
+    policies: Policies[DiffusionModel],
+    conditioning: Conditioning,
+    sample_ids: Sequence[int],
+    config: DirectRLConfig,
+    iteration: int,
+) -> Iterator[DifferentiableSamples]:
+    """Draws B samples as the configuration says, as often as they have a backward pass: ``algorithm.num_passes``.
+
+    Each one's backward pass must be over when the next one is asked for, so that one graph is in memory.
+
+    Args:
+        policies: the trained policy, and where there is a penalty the reference.
+        conditioning: B rows.
+        sample_ids: B integers that key the noise.
+        config: of the run.
+        iteration: the rest of the noise's key.
+    """
+    algorithm = config.algorithm
+    rollout = config.rollout
+    is_direct = isinstance(algorithm.steps, DirectAlign)
+    num_steps = rollout.num_inference_steps
+    samples = sample_differentiably(
+        policies,
+        conditioning,
+        sample_ids,
+        steps=range(num_steps, num_steps)
+        if is_direct
+        else algorithm.steps.steps(num_steps, config.train.seed, iteration),
+        solver=algorithm.solver,
+        compares=algorithm.kl_coef > 0 and not is_direct,
+        size=rollout.size,
+        num_steps=num_steps,
+        guidance_scale=rollout.guidance_scale,
+        seed=config.train.seed,
+        iteration=iteration,
+    )
+    if not is_direct:
+        yield DifferentiableSamples(samples.latents, samples.reference_distances, control_words=algorithm.control_words)
+        return
+    yield from _align_directly(policies, conditioning, sample_ids, samples.latents, config, iteration)
+
+
+def _align_directly(
+    policies: Policies[DiffusionModel],
+    conditioning: Conditioning,
+    sample_ids: Sequence[int],
+    x0: torch.Tensor,
+    config: DirectRLConfig,
+    iteration: int,
+) -> Iterator[DifferentiableSamples]:
+    """Noises samples ``[B, ...]`` by the noise that they were drawn from, and recovers them by one step each."""
+    algorithm = config.algorithm
+    scale = config.rollout.guidance_scale
+    model = policies.model
+    noise = keyed_normal(x0.shape[1:], config.train.seed, "latent", iteration, sample_ids, model.device)
+    assert algorithm.control_words is not None  # the configuration has refused that
+    wanted, unwanted = algorithm.control_words
+    for jump in algorithm.steps.jumps(config.train.seed, iteration, sample_ids):
+        start = to_device(jump.start, model.device)
+        noisy = add_noise(x0, noise, start)
+        distances = None
+        if algorithm.kl_coef > 0:
+            with torch.no_grad(), policies.active("reference") as reference:
+                expected = reference.predict_velocity(noisy, start, conditioning, scale)
+        velocity = model.predict_velocity(noisy, start, conditioning, scale)
+        if algorithm.kl_coef > 0:
+            distances = (velocity - expected).square().flatten(1).mean(dim=1)
+        yield DifferentiableSamples(
+            recover_sample(noisy, velocity, noise, start, to_device(jump.end, model.device)),
+            distances,
+            to_device(jump.gains, model.device),
+            (unwanted, wanted) if jump.is_inversion else (wanted, unwanted),
+        )
 
 
 def sample_differentiably(
