@@ -273,6 +273,9 @@ def test_thoughts_that_the_prompt_opens(tmp_path):
         assert learned_text(tokenizer, encoded) == "hm</think>a<|im_end|>"
     with pytest.raises(DataError, match=r"^row: message 2 .* opens <think> by itself, and its content opens another"):
         template_of(tmp_path, REPEATED).encode(messages, "row")
+    shown_without = REPEATED.replace("{%- if m.role == 'assistant' %}{{- '<think>\n' }}{%- endif %}", "")
+    with pytest.raises(DataError, match=r"^row: message 2 .*, where the prompt opens <think>, .*; give the answer tho"):
+        template_of(tmp_path, shown_without).encode([user("q"), assistant("a")], "row")
     literal = [user("q"), assistant("hm</think>a tag <think>")]
     text = learned_text(tokenizer, template_of(tmp_path, REPEATED).encode(literal, "row")[0])
     assert text == "hm</think>a tag <think><|im_end|>"

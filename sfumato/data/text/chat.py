@@ -372,11 +372,14 @@ class _Chat:
         texts = {index: whole if index == last else self.render(index + 1) for index in trained}
         for index in trained:
             if not texts[index].startswith(prompts[index]):
+                opens = opening_of(prompts[index]).strip() == "<think>"
                 raise self._error(
                     index,
-                    "the chat template does not begin the answer as it does at inference, so that its tokens cannot "
-                    "be told apart; mark them with {% generation %} blocks in a template of your own "
-                    "(data.chat_template)",
+                    "the chat template does not begin the answer as it does at inference"
+                    + (", where the prompt opens <think>, which is not shown here" if opens else "")
+                    + ", so that its tokens cannot be told apart; "
+                    + ("give the answer thoughts (reasoning_content), or " if opens else "")
+                    + "mark them with {% generation %} blocks in a template of your own (data.chat_template)",
                 )
         spans = {}
         for index in trained:
