@@ -264,8 +264,15 @@ def call_sana_video(
 def call_cogvideox(
     row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
 ) -> Any:
-    more = settings(row, guidance_scale=scale, num_frames=1)
-    videos = pipeline(prompt=prompts, latents=latents.transpose(1, 2), **more).frames
+    """The pipeline draws the latents of a first frame from their distribution; here it takes the mode."""
+    module = sys.modules[type(pipeline).__module__]
+    frames = (latents.shape[2] - 1) * pipeline.vae_scale_factor_temporal + 1
+    more = settings(row, guidance_scale=scale, num_frames=frames)
+    with pytest.MonkeyPatch.context() as patch:
+        if images is not None:
+            more["image"] = images[0]
+            patch.setattr(module, "retrieve_latents", lambda output, generator=None: output.latent_dist.mode())
+        videos = pipeline(prompt=prompts, latents=latents.transpose(1, 2), **more).frames
     pipeline.last_latents = pipeline.last_latents.transpose(1, 2)
     return videos[:, 0]
 
@@ -621,6 +628,18 @@ ROWS = {
         (4, 1, 4, 4),
         8,
         num_frames=5,
+        straight=False,
+        exact=False,
+        velocity=of_v,
+        brief=True,
+    ),
+    "cogvideox_image": Row(
+        tiny_families.tiny_cogvideox_image,
+        call_cogvideox,
+        (4, 1, 4, 4),
+        8,
+        num_frames=5,
+        batched=False,
         straight=False,
         exact=False,
         velocity=of_v,

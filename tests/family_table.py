@@ -39,6 +39,7 @@ MODELS = {
     "SanaVideoPipeline": ("Sana-Video 480p", "2 B"),
     "Kandinsky5T2VPipeline": ("Kandinsky 5 Video Lite 5s", "2 B"),
     "CogVideoXPipeline": ("CogVideoX, 1.5", "2 B, 5 B"),
+    "CogVideoXImageToVideoPipeline": ("CogVideoX, 1.5 image to video", "5 B"),
     "HunyuanVideo15Pipeline": ("HunyuanVideo 1.5", "8.3 B"),
     "HunyuanVideo15ImageToVideoPipeline": ("HunyuanVideo 1.5 image to video", "8.3 B"),
     "LTX2Pipeline": ("LTX-2, LTX-2.3", "19 B, 22 B"),
@@ -66,7 +67,7 @@ def guidance_of(family: type[DiffusionModel], rows: list[Row]) -> str:
 def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
     """The line of a family."""
     rows = rows_of(pipeline_class)
-    makes_videos = any(len(row.latent_shape) == 4 for row in rows)
+    makes_videos = family.makes_video_with_sound or any(len(row.latent_shape) == 4 for row in rows)
     takes = "text"
     images = family.with_images() if family.image_family is not None else family
     if images.takes_image:

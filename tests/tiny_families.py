@@ -443,6 +443,14 @@ def tiny_cogvideox() -> dict[str, Any]:
     }
 
 
+def tiny_cogvideox_image() -> dict[str, Any]:
+    """CogVideoX 1.5 from a first frame."""
+    description = tiny_cogvideox()
+    description["transformer"] |= {"ofs_embed_dim": 16}
+    description["vae"] |= {"invert_scale_latents": True}
+    return {**description, "pipeline": "CogVideoXImageToVideoPipeline"}
+
+
 def tiny_hunyuan_video15() -> dict[str, Any]:
     """HunyuanVideo 1.5: 16x16 pixels in 5 frames are 4 x 2 x 4 x 4 latents and 32 tokens."""
     return {

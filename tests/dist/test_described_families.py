@@ -54,7 +54,10 @@ QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
 """Families that run always: text in the same sequence and before it, convolutions, two sequences."""
 FAMILIES = tuple(
     name
-    for name in ("flux2_klein", "flux2_klein_edit", "flux_fill", "lumina2", "cogvideox", "ernie_image", *NO_SEQUENCE)
+    for name in (
+        *("flux2_klein", "flux2_klein_edit", "flux_fill", "lumina2", "cogvideox", "cogvideox_image", "ernie_image"),
+        *NO_SEQUENCE,
+    )
     if not ROWS[name].needs or find_spec(ROWS[name].needs)
 )
 FURTHER = tuple(name for name in FAMILIES if name not in QUICK)

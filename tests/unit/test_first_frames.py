@@ -22,7 +22,7 @@ from tests.family_rows import ROWS, SEED, STEPS, wake
 FRAMES = 5
 
 
-@pytest.mark.parametrize("name", ["hunyuan_video15_image", "kandinsky5_video"])
+@pytest.mark.parametrize("name", ["hunyuan_video15_image", "cogvideox_image", "kandinsky5_video"])
 def test_a_video_equals_that_of_the_pipeline(name: str, tmp_path: Path) -> None:
     row = ROWS[name]
     if row.needs:

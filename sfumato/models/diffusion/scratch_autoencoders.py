@@ -76,10 +76,12 @@ def build_cogvideox_autoencoder(
     layers_per_block: int = 1,
     norm_groups: int = 4,
     scaling_factor: float = 1.0,
+    invert_scale_latents: bool = False,
 ) -> AutoencoderKLCogVideoX:
     """An AutoencoderKLCogVideoX: the first frame becomes a latent frame of its own, and so do every four after it.
 
     Each entry of ``channels`` but the last halves the size of the image; there must be three at least.
+    ``invert_scale_latents`` is about first frames alone.
     """
     from diffusers import AutoencoderKLCogVideoX
 
@@ -92,6 +94,7 @@ def build_cogvideox_autoencoder(
         layers_per_block=layers_per_block,
         norm_num_groups=norm_groups,
         scaling_factor=scaling_factor,
+        invert_scale_latents=invert_scale_latents,
     )
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.latents import ScaledVideoLatents, text_shapes
@@ -47,10 +48,15 @@ class CogVideoX(ScaledVideoLatents, VariancePreserving):
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
+        return build_pipeline(cls.blueprint(), description, seed)
+
+    @classmethod
+    def blueprint(cls) -> Blueprint:
+        """Of what the pipeline consists."""
         import diffusers
 
-        blueprint = Blueprint(
-            pipeline=diffusers.CogVideoXPipeline,
+        return Blueprint(
+            pipeline=cls.pipeline_type(),
             denoiser=diffusers.CogVideoXTransformer3DModel,
             vae=build_cogvideox_autoencoder,
             texts={"text_encoder": TextPart(build_t5_encoder, build_t5_tokenizer, {"silent": False})},
@@ -63,7 +69,6 @@ class CogVideoX(ScaledVideoLatents, VariancePreserving):
             scheduler=diffusers.CogVideoXDDIMScheduler,
             scheduler_settings=PUBLISHED_SCHEDULE,
         )
-        return build_pipeline(blueprint, description, seed)
 
     def check_scheduler(self) -> None:
         check_cogvideox_scheduler(self.pipeline.scheduler)
@@ -99,6 +104,10 @@ class CogVideoX(ScaledVideoLatents, VariancePreserving):
         """float32, in which latents are rescaled before they are cast to the dtype of the network's weights."""
         return torch.float32
 
+    def network_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> Keywords:
+        """The network's arguments for latents ``[B, C, F, H, W]`` of its own path, and for a given frame if any."""
+        return {"hidden_states": latents.transpose(1, 2)}  # frames come first
+
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         sigma = sigma.to(latents.device, torch.float32)
         dtype = super().input_dtype
@@ -110,7 +119,7 @@ class CogVideoX(ScaledVideoLatents, VariancePreserving):
                 height * factor, width * factor, frames, latents.device
             )
         predicted = self.denoiser(
-            hidden_states=self.variance_preserving(latents, sigma).to(dtype).transpose(1, 2),  # frames come first
+            **self.network_inputs(self.variance_preserving(latents, sigma).to(dtype), embeddings),
             encoder_hidden_states=embeddings["prompt_embeds"].to(dtype),
             timestep=self.timestep(sigma),
             image_rotary_emb=rotary,
