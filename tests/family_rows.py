@@ -314,13 +314,29 @@ def call_hunyuan_image(
 def call_ltx2(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     """The frames, and as last latents both parts. ``test_video_with_sound.py`` compares what the pipeline decodes."""
     height, width = row.size
-    video, sound = latents.mT.split([latents.shape[2] - 1, 1], dim=1)
+    unit = pipeline.vae_spatial_compression_ratio
+    frame_tokens = (height // unit) * (width // unit)
+    later_frames = latents.shape[2] // frame_tokens - 1  # there are fewer tokens of sound
+    num_video = (later_frames + 1) * frame_tokens
+    video, sound = latents.mT.split([num_video, latents.shape[2] - num_video], dim=1)
     vae, audio_vae = pipeline.vae, pipeline.audio_vae
-    drawn, drawn_sound = pipeline(
+    more: dict[str, Any] = {}
+    generate = pipeline
+    if images is not None:
+        generate = diffusers.LTX2ImageToVideoPipeline(**pipeline.components)
+        generate.set_progress_bar_config(disable=True)
+        more = {"image": images[0], "image_crf": 0}
+        pixels = pipeline.video_processor.preprocess(images[0], height=height, width=width)
+        frame = vae.encode(pixels[:, :, None]).latent_dist.mode().detach()
+        frame = pipeline._normalize_latents(frame, vae.latents_mean, vae.latents_std).flatten(2).mT
+        video = torch.cat([frame, video[:, frame_tokens:]], dim=1)
+        video = video.mT.unflatten(2, (later_frames + 1, height // unit, width // unit))  # as this pipeline takes it
+        video = pipeline._denormalize_latents(video, vae.latents_mean, vae.latents_std, vae.config.scaling_factor)
+    drawn, drawn_sound = generate(
         prompt=prompts,
         height=height,
         width=width,
-        num_frames=1,
+        num_frames=later_frames * pipeline.vae_temporal_compression_ratio + 1,
         num_inference_steps=STEPS,
         max_sequence_length=row.tokens,
         latents=video,
@@ -328,6 +344,7 @@ def call_ltx2(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor
         output_type="latent",
         return_dict=False,
         **ltx2_guidance(scale),
+        **more,
     )
     tokens = pipeline._normalize_latents(drawn, vae.latents_mean, vae.latents_std, vae.config.scaling_factor).flatten(2)
     packed = pipeline._pack_audio_latents(drawn_sound)
@@ -708,6 +725,22 @@ ROWS = {
         exact=False,
         unpack=lambda latents, *_: latents,
         velocity=lambda output, shape: output.mT,
+        brief=True,
+    ),
+    "ltx2_image": Row(
+        tiny_families.tiny_ltx2,
+        call_ltx2,
+        (4, 65),
+        4,
+        size=(32, 32),
+        tokens=24,
+        num_frames=13,
+        exact=False,
+        unpack=lambda latents, *_: latents,
+        # a single frame is the given one, so that nothing is learned of it
+        never_used=r"^(scale_shift_table|proj_out|transformer_blocks\.1\.(audio_to_video_attn|ff)\.)",
+        batched=False,
+        from_images=True,
         brief=True,
     ),
     "wan_image_pair": Row(

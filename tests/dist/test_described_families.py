@@ -43,12 +43,13 @@ NO_SEQUENCE = (
     "hunyuan_video15",
     "hunyuan_video15_image",
     "ltx2",
+    "ltx2_image",
     "ace_step",
 )
 """Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, text
 that is dropped before the last layer, and windows of attention; of LTX-2 there are two sequences, and in Qwen-Image 2.1
 each part of the sequence sees the parts before it."""
-NO_TENSOR = ("ltx2", "kandinsky5", "kandinsky5_video")
+NO_TENSOR = ("ltx2", "ltx2_image", "kandinsky5", "kandinsky5_video")
 """Families whose layers cannot be cut: rotary embeddings come with all heads, or are rounded to bfloat16."""
 QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
 """Families that run always: text in the same sequence and before it, convolutions, two sequences."""

@@ -146,8 +146,9 @@ def copied(arguments: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
-PREDICTS_OTHERWISE = ("z_image", "stable_diffusion", "stable_diffusion_2", "stable_diffusion_xl")
-"""Families whose networks return lists, or predictions that other tests compare with DDIM."""
+PREDICTS_OTHERWISE = ("z_image", "stable_diffusion", "stable_diffusion_2", "stable_diffusion_xl", "ltx2_image")
+"""Families whose networks return lists, predictions that other tests compare with DDIM, or no velocity of what is given
+(``test_first_frames.py``)."""
 
 
 def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> None:

@@ -193,6 +193,17 @@ def test_the_task_computes_the_loss_and_gradients_of_the_plain_loop(tmp_path: Pa
             torch.testing.assert_close(gradients[name], parameter.grad, atol=1e-5, rtol=1e-3)
 
 
+def test_a_video_starts_from_its_own_first_frame(tmp_path: Path, videos: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(tiny_families.tiny_ltx2()))
+    config = ModelConfig(config_path=str(tmp_path / "tiny.yaml"), max_sequence_length=24, from_images=True)
+    model = build_diffusion_model(config)
+    model.frames = FRAMES
+    batch = OnlineEncoder(dataset_of(videos), model, BadRows(0, print)).batch(IndexBatch([0, 3], [5, 6]))
+    given = batch.conditioning.tensors["image_tokens"]
+    torch.testing.assert_close(given, batch.latents[:, :, :64], atol=1e-4, rtol=1e-4)
+    assert given.std() > 0.01
+
+
 def test_two_sizes_with_equally_many_tokens_are_refused(model: VideoSoundFamily) -> None:
     model.latent_shape(32, 64, 5)
     with pytest.raises(ValueError, match="equally many tokens"):

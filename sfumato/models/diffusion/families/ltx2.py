@@ -1,4 +1,4 @@
-"""LTX-2 (arXiv 2601.03233) and LTX-2.3: videos with sound from text, by LTX2VideoTransformer3DModel.
+"""LTX-2 (arXiv 2601.03233) and LTX-2.3: videos with sound from text, or text and a first frame.
 
 Gemma 3 reads a prompt; connectors, which are frozen with it, make an embedding for the video and one for the sound. An
 autoencoder makes the latents of the sound of its mel spectrogram, and a vocoder makes the waveform of a spectrogram.
@@ -12,9 +12,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
@@ -45,6 +47,7 @@ class LTX2(VideoSoundFamily):
     autoencoder_names: ClassVar[tuple[str, ...]] = ("vae", "audio_vae", "vocoder")
     frame_rate: ClassVar[float] = 24.0  # the pipeline's default
     largest_shift: ClassVar[float] = 2.05
+    image_family: ClassVar[str | None] = "LTX2ImageToVideo"
 
     def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
         """As ``DiffusionModel``. Raises ConfigError for parts that are not LTX-2's, and lengths of prompts that do not
@@ -182,16 +185,19 @@ class LTX2(VideoSoundFamily):
         latents = self.pipeline._unpack_audio_latents(packed, tokens.shape[2], num_mel_bins=bins)
         return self.pipeline.vocoder(vae.decode(latents.to(vae.dtype), return_dict=False)[0])
 
+    def video_inputs(self, video: Tensor, timestep: Tensor, embeddings: dict[str, Tensor]) -> Keywords:
+        """The network's arguments for the tokens of videos ``[B, C, f h w]`` at timesteps ``[B]``."""
+        return {"hidden_states": video.mT, "timestep": timestep}
+
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         sizes = self.sizes_of(latents.shape)
         video, sound = self.split(latents)
         timestep = self.timestep(sigma.to(latents.device))
         velocities = self.denoiser(
-            hidden_states=video.mT,
+            **self.video_inputs(video, timestep, embeddings),
             audio_hidden_states=sound.mT,
             encoder_hidden_states=embeddings["prompt_embeds"].to(self.input_dtype),
             audio_encoder_hidden_states=embeddings["sound_prompt_embeds"].to(self.input_dtype),
-            timestep=timestep,
             sigma=timestep,
             encoder_attention_mask=embeddings["prompt_mask"],
             audio_encoder_attention_mask=embeddings["prompt_mask"],
@@ -204,3 +210,44 @@ class LTX2(VideoSoundFamily):
             return_dict=False,
         )
         return torch.cat(velocities, dim=1).mT
+
+
+class LTX2ImageToVideo(LTX2):
+    """LTX-2 from a first frame and a text, by the same weights. ``frames`` must be set before images are embedded.
+
+    The tokens of the frame have noise level 0. It is not compressed as a video first, which diffusers'
+    LTX2ImageToVideoPipeline does unless its ``image_crf`` is 0.
+    """
+
+    takes_image: ClassVar[bool] = True
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
+        """What ``embed_prompts`` returns, and ``image_tokens`` ``[1, C, h w]`` of the first frame."""
+        height, width, _ = image.shape
+        self.latent_shape(height, width, self.frames)
+        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None, :, None]
+        return {**self.embed_prompts([prompt]), "image_tokens": self.video_to_tokens(pixels.to(self.device))}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        num_tokens = (height // self.spatial_unit) * (width // self.spatial_unit)
+        shape = (self.token_features, num_tokens)
+        return {**super().embedding_shapes(height, width), "image_tokens": (shape, torch.float32)}
+
+    def video_inputs(self, video: Tensor, timestep: Tensor, embeddings: dict[str, Tensor]) -> Keywords:
+        frame = embeddings["image_tokens"].to(video)
+        num_given = frame.shape[2]
+        is_noisy = torch.arange(video.shape[2], device=video.device) >= num_given
+        return {
+            "hidden_states": torch.cat([frame, video[:, :, num_given:]], dim=2).mT,
+            "timestep": timestep[:, None] * is_noisy,
+            "audio_timestep": timestep,
+        }
+
+    def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        """The velocity. That of the first latent frame points to the given frame."""
+        velocity = super().denoise(latents, sigma, embeddings)
+        frame = embeddings["image_tokens"].to(latents)
+        num_given = frame.shape[2]
+        # velocity = eps - x0 = (x - x0) / sigma, with x0 the latents of the given frame
+        first_velocity = (latents[:, :, :num_given] - frame) / sigma.to(latents)[:, None, None]
+        return torch.cat([first_velocity.to(velocity.dtype), velocity[:, :, num_given:]], dim=2)
