@@ -65,7 +65,10 @@ def _encode(part: Any, length: int, prompt_length: int) -> Any:
         decoder = part.get_decoder() if hasattr(part, "lm_head") else part
         masks = dict.fromkeys(("full_attention", "sliding_attention"))
         kinds = {config.model_type, config.get_text_config().model_type}
-        masked = {"attention_mask": masks} if kinds & TAKE_MASKS else {}
+        masked: dict[str, Any] = {"attention_mask": masks} if kinds & TAKE_MASKS else {}
+        if "qwen3_vl" in kinds:
+            # in positions of one dimension transformers looks for packed sequences, which cannot be seen on meta
+            masked["position_ids"] = torch.empty(3, *embedded.shape[:2], dtype=torch.int64, device="meta")
         return getattr(decoder, "language_model", decoder)(
             inputs_embeds=embedded, output_hidden_states=True, use_cache=False, **masked
         )
