@@ -450,7 +450,9 @@ def _describe(
     if error["type"] == "extra_forbidden" and (places := _places_of(schema, str(location[-1]), location)):
         meant = " or ".join(f"--{place}" if text.startswith("--") else place for place in places)
         text = f"{text.partition(';')[0]}; did you mean {meant}?"
-    elif foreign:  # what another tool's option is called here is a better answer than a name that looks like it
+    elif foreign and not isinstance(error.get("input"), Mapping):
+        # what another tool's option is called here is a better answer than a name that looks like it; of a section's
+        # name it is no answer
         text = text.partition(";")[0]
     return text + foreign
 
