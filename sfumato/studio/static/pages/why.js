@@ -2,16 +2,19 @@
 // interval, the prompts that moved, and the samples that moved most as pairs.
 
 import {get} from "../api.js";
-import {fill, h, number, rewardRange, signed, table} from "../dom.js";
+import {fill, h, number, rewardRange, signed, table, toast} from "../dom.js";
 import {tile} from "./overview.js";
 
 export async function show(view, parameters, {keepInAddress, isShown}) {
   const run = parameters.get("run");
-  const from = h("select", {"aria-label": "first step"});
-  const to = h("select", {"aria-label": "last step"});
+  // sliders, as a long run has thousands of evaluations
+  const ends = ["first", "last"].map((name) => {
+    const slider = h("input", {type: "range", min: 0, max: 0, value: 0, "aria-label": `${name} step`});
+    return {name, slider, output: h("output")};
+  });
   const body = h("div");
   fill(view, h("h1", {}, "Why did the reward rise?"),
-    h("div", {class: "tools"}, "from step", from, "to step", to), body);
+    h("div", {class: "tools"}, ends.map(({slider, output}) => h("div", {class: "slider"}, slider, output))), body);
   fill(body, h("p", {class: "empty"}, "computing …"));
   let steps = [];
   let drawn = "";
@@ -27,27 +30,39 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
       return;
     }
     if (!isNew) return;
-    const options = () => steps.map((step) => h("option", {value: step}, step));
-    const [first, last] = [parameters.get("first") ?? steps[0], parameters.get("last") ?? steps.at(-1)];
-    fill(from, options()).value = steps.includes(Number(first)) ? first : steps[0];
-    fill(to, options()).value = steps.includes(Number(last)) ? last : steps.at(-1);
-    const pair = `${from.value} ${to.value}`;
-    if (pair !== drawn) await load();
-    drawn = pair;
+    for (const {name, slider} of ends) {
+      slider.max = steps.length - 1;
+      const wanted = steps.indexOf(Number(parameters.get(name) ?? NaN));
+      slider.value = wanted >= 0 ? wanted : name === "first" ? 0 : steps.length - 1;
+    }
+    if (say() !== drawn) await load();
+  }
+
+  /** The steps that are chosen, which are told beside the sliders. */
+  function chosen() {
+    return Object.fromEntries(ends.map(({name, slider}) => [name, steps[slider.value]]));
+  }
+
+  function say() {
+    for (const {name, output} of ends) output.textContent = `${name === "first" ? "from" : "to"} step ${chosen()[name]}`;
+    return Object.values(chosen()).join(" ");
   }
 
   async function load() {
-    const data = await get("/api/why", {run, first: from.value, last: to.value});
-    draw(data);
+    drawn = say();
+    const asked = drawn;
+    const data = await get("/api/why", {run, ...chosen()});
+    if (asked === drawn) draw(data);
   }
 
-  from.onchange = to.onchange = () => {
-    parameters.set("first", from.value);
-    parameters.set("last", to.value);
-    keepInAddress({first: from.value, last: to.value});
-    drawn = `${from.value} ${to.value}`;
-    load();
-  };
+  for (const {name, slider} of ends) {
+    slider.oninput = say;
+    slider.onchange = () => {
+      parameters.set(name, chosen()[name]);
+      keepInAddress(chosen());
+      load().catch((error) => toast(error.message, true));
+    };
+  }
 
   function draw(data) {
     const watched = data.differences.filter((line) => line.is_watched);
@@ -78,11 +93,15 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
 function sentence(total, data) {
   if (!total) return h("p", {class: "empty"}, "these evaluations have no rewards in common");
   const isCertain = total.low > 0 || total.high < 0;
-  const way = total.mean > 0 ? "rose" : total.mean < 0 ? "fell" : "stayed";
+  // a mean of differences that cancel is not quite 0 in floating point
+  const isSame = Math.abs(total.mean) <= 1e-12 * Math.max(Math.abs(total.before), Math.abs(total.after));
+  const before = h("b", {}, number(total.before));
+  const after = h("b", {}, number(total.after));
+  const way = isSame ? ["stayed at ", after] : [total.mean > 0 ? "rose" : "fell", " from ", before, " to ", after];
   const saved = data.num_evaluated !== null && data.num_saved < data.num_evaluated
     ? ` Of ${data.num_evaluated} evaluated prompts ${data.num_saved} are kept (eval.num_saved), and only these are looked at.` : "";
-  return h("div", {class: "card"}, h("p", {}, `Between step ${data.first} and ${data.last} the total reward ${way} from `,
-    h("b", {}, number(total.before)), " to ", h("b", {}, number(total.after)), ` (${signed(total.mean)}`,
+  return h("div", {class: "card"}, h("p", {}, `Between step ${data.first} and ${data.last} the total reward `, way,
+    ` (${signed(isSame ? 0 : total.mean)}`,
     total.low === null ? ")" : `, 95 % interval ${signed(total.low)} to ${signed(total.high)})`,
     ` over ${total.num_prompts} prompts. `, total.low === null ? "One prompt alone gives no interval."
       : isCertain ? "The interval does not hold 0." : h("b", {}, "The interval holds 0: this may be chance.")),
