@@ -230,9 +230,6 @@ RULES = [
         "the pages: tests/unit/test_studio_browser.py",
     ),
     Rule(
-        r"python benchmarks/rollout_update\.py --measure .*--device cuda", has_those_flags, "needs a GPU and real sizes"
-    ),
-    Rule(
         r"python -m benchmarks\.gpu\.(run|tables|pins)",
         has_those_flags,
         "run small by tests/unit/test_gpu_suite.py; --fetch downloads",
