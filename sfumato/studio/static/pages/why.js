@@ -93,21 +93,25 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
 function sentence(total, data) {
   if (!total) return h("p", {class: "empty"}, "these evaluations have no rewards in common");
   const isCertain = total.low > 0 || total.high < 0;
-  // a mean of differences that cancel is not quite 0 in floating point
-  const isSame = Math.abs(total.mean) <= 1e-12 * Math.max(Math.abs(total.before), Math.abs(total.after));
+  const change = meanChange(total);
   const before = h("b", {}, number(total.before));
   const after = h("b", {}, number(total.after));
-  const way = isSame ? ["stayed at ", after] : [total.mean > 0 ? "rose" : "fell", " from ", before, " to ", after];
+  const way = change === 0 ? ["stayed at ", after] : [change > 0 ? "rose" : "fell", " from ", before, " to ", after];
   const saved = data.num_evaluated !== null && data.num_saved < data.num_evaluated
     ? ` Of ${data.num_evaluated} evaluated prompts ${data.num_saved} are kept (eval.num_saved), and only these are looked at.` : "";
   return h("div", {class: "card"}, h("p", {}, `Between step ${data.first} and ${data.last} the total reward `, way,
-    ` (${signed(isSame ? 0 : total.mean)}`,
+    ` (${signed(change)}`,
     total.low === null ? ")" : `, 95 % interval ${signed(total.low)} to ${signed(total.high)})`,
     ` over ${total.num_prompts} prompts. `, total.low === null ? "One prompt alone gives no interval."
       : isCertain ? "The interval does not hold 0." : h("b", {}, "The interval holds 0: this may be chance.")),
     h("p", {class: "note"}, `Same prompts, seeds and noise at both steps; prompts are drawn anew for the interval (paired bootstrap).${saved}`,
       data.num_unpaired ? ` ${data.num_unpaired} samples have no partner and are left out.` : "",
       total.num_failed ? ` ${total.num_failed} pairs have a sample without a reward and are left out.` : ""));
+}
+
+/** The mean change of a reward; differences that cancel are not quite 0 in floating point. */
+function meanChange(line) {
+  return Math.abs(line.mean) <= 1e-12 * Math.max(Math.abs(line.before), Math.abs(line.after)) ? 0 : line.mean;
 }
 
 /** A line for each reward, with its change and interval drawn on one scale. */
@@ -117,7 +121,7 @@ export function intervals(differences) {
   const place = (value) => `${50 + 48 * (value / largest)}%`;
   return table(["reward", "#before", "#after", "#change", "95 % interval", "", "#prompts"], differences.map((line) => [
     line.reward, number(line.before), number(line.after),
-    h("span", {class: "change"}, signed(line.mean)),
+    h("span", {class: "change"}, signed(meanChange(line))),
     line.low === null ? "one prompt" : `${signed(line.low)} to ${signed(line.high)}`,
     h("div", {class: "interval", title: "0 in the middle"}, h("u", {style: {left: "50%"}}),
       line.low !== null && h("i", {style: {left: place(line.low), width: `${(48 * (line.high - line.low)) / largest}%`}}),
