@@ -80,7 +80,8 @@ def tiny_stable_diffusion_2() -> dict[str, Any]:
         "rescale_betas_zero_snr": True,
         "timestep_spacing": "trailing",
     }
-    return {**tiny_stable_diffusion(), "scheduler": scheduler}
+    description = tiny_stable_diffusion()
+    return {**description, "unet": {**description["unet"], "use_linear_projection": True}, "scheduler": scheduler}
 
 
 def tiny_stable_diffusion_xl() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.unit.test_lora_files import trained
 
 READERS = {
     "stable_diffusion": ("StableDiffusionPipeline", StableDiffusionPipeline),
+    "stable_diffusion_2": ("StableDiffusionPipeline", StableDiffusionPipeline),
     "stable_diffusion_xl": ("StableDiffusionXLPipeline", StableDiffusionXLPipeline),
     "qwen_image": ("QwenImagePipeline", QwenImagePipeline),
     "wan": ("WanPipeline", WanPipeline),
