@@ -52,6 +52,9 @@ use_token() {
   esac
 }
 
+# Ray's 15 lets whatever else runs on a machine starve the processes that train.
+export RAY_worker_niceness=${RAY_worker_niceness:-0}
+
 # A connection to every worker and every object in transit is a file: the usual soft limit of 1024 is soon reached.
 raise_open_files() {
   local hard

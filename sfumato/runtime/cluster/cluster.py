@@ -51,6 +51,7 @@ asks the user."""
 _DRIVER_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_DEDUP_LOGS": "0",  # it would drop lines that differ in their numbers alone
+    "RAY_worker_niceness": "0",  # Ray's 15 lets whatever else runs on the machine starve the processes that train
 }
 
 
