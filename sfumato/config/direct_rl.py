@@ -79,7 +79,7 @@ class DirectAlgorithmConfig(RecipeAlgorithmConfig):
     @property
     def num_passes(self) -> int:
         """Backward passes of each sample in an iteration."""
-        return getattr(self.steps, "num_passes", 1)
+        return self.steps.num_passes
 
     @property
     def compared(self) -> frozenset[str]:

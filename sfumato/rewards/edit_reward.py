@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sfumato.rewards.base import Sample
-from sfumato.rewards.pretrained import PretrainedReward, check_special_tokens, source_of
+from sfumato.rewards.pretrained import ChatModelReward, source_of
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EditReward(PretrainedReward):
+class EditReward(ChatModelReward):
     """Mean of two ratings of an edit: how it follows the instruction, and its quality.
 
     A Qwen2.5-VL-7B or MiMo-VL-7B with two heads (Wu et al., 2025, https://arxiv.org/abs/2509.26346).
@@ -31,15 +31,10 @@ class EditReward(PretrainedReward):
     batch_size: int = 4
     """Samples in one forward pass."""
 
-    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
-        """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
-        del metadata
-        check_special_tokens(self.label, prompt)
-
     def score_batch(self, network: EditRewardNetwork, samples: list[Sample]) -> torch.Tensor:
         """The mean of both ratings for each sample, [B]. Raises DataError without source image."""
         for sample in samples:  # those of a reward server come without check_row
-            check_special_tokens(self.label, sample.prompt)
+            self.check_row(sample.prompt, sample.metadata)
         sources = [source_of(sample, self.label) for sample in samples]
         images = [sample.pixels for sample in samples]
         return network(images, sources, [sample.prompt for sample in samples]).mean(dim=1)

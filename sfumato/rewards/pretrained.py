@@ -218,15 +218,20 @@ class ImageReward(_PixelNetworkReward):
 _SPECIAL = re.compile(r"<\|\w+\|>")
 
 
-def check_special_tokens(label: str, prompt: str) -> None:
-    """Raises DataError for a prompt with what a model of the Qwen family takes for a token of its own."""
-    special = _SPECIAL.search(prompt)
-    if special:
-        raise DataError(f"reward {label!r} cannot read prompt {prompt!r}: take {special.group()} out of it")
+@dataclass(frozen=True, kw_only=True)
+class ChatModelReward(PretrainedReward):
+    """A reward by a chat model, to which a prompt must not say what it takes for a token of its own."""
+
+    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
+        """Raises DataError for a prompt with a token of the model, such as ``<|Reward|>``."""
+        del metadata
+        special = _SPECIAL.search(prompt)
+        if special:
+            raise DataError(f"reward {self.label!r} cannot read prompt {prompt!r}: take {special.group()} out of it")
 
 
 @dataclass(frozen=True, kw_only=True)
-class HpsV3(PretrainedReward):
+class HpsV3(ChatModelReward):
     """Preference of people for an image given its prompt, about 0 to 15, by HPSv3.
 
     A Qwen2-VL with a head that rates the image (Ma et al., 2025, https://arxiv.org/abs/2508.03789).
@@ -241,16 +246,11 @@ class HpsV3(PretrainedReward):
     batch_size: int = 4
     """Samples in one forward pass."""
 
-    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
-        """Raises DataError for a prompt with what the model takes for a token of its own, such as ``<|Reward|>``."""
-        del metadata
-        check_special_tokens(self.label, prompt)
-
     def score_batch(self, network: HpsV3Network, samples: list[Sample]) -> torch.Tensor:
         """The mean of the predicted distribution of the preference for each sample, [B]."""
         # samples of a reward server come without check_row
         for sample in samples:
-            check_special_tokens(self.label, sample.prompt)
+            self.check_row(sample.prompt, sample.metadata)
         return network([sample.pixels for sample in samples], [sample.prompt for sample in samples])[:, 0]
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.pretrained import PretrainedReward, check_special_tokens
+from sfumato.rewards.pretrained import ChatModelReward
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class VideoReward(PretrainedReward):
+class VideoReward(ChatModelReward):
     """Sum of the chosen dimensions of VideoReward, each standardised by the published mean and deviation.
 
     A Qwen2-VL-2B with a head that rates the video (Liu et al., 2025, https://arxiv.org/abs/2501.13918).
@@ -52,17 +52,12 @@ class VideoReward(PretrainedReward):
                 f"{list(self.dimensions)}"
             )
 
-    def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
-        """Raises DataError for a prompt with what the model takes for a token of its own, as ``<|VQ_reward|>``."""
-        del metadata
-        check_special_tokens(self.label, prompt)
-
     def score_batch(self, network: VideoRewardNetwork, samples: list[Sample]) -> torch.Tensor:
         """The sum of the dimensions for each video, [B]."""
         from sfumato.rewards.networks.video_reward import DIMENSIONS
 
         for sample in samples:  # those of a reward server come without check_row
-            check_special_tokens(self.label, sample.prompt)
+            self.check_row(sample.prompt, sample.metadata)
             if len(sample.frames) < 2:
                 raise DataError(
                     f"reward {self.label!r} scores videos, but the sample of prompt {sample.prompt!r} is a picture"

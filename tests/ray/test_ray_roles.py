@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 
@@ -62,6 +63,8 @@ def test_a_group_has_a_process_group_of_its_own(group: RayGroup, pool: RayPool) 
     seen = group.call(functions.environment).result()
     assert (seen["RANK"], seen["WORLD_SIZE"], seen["OMP_NUM_THREADS"], seen["threads"]) == ("0", "2", "1", "1")
     assert seen["MKL_CBWR"] == "AUTO,STRICT"
+    processes = [psutil.Process(process.identity.pid) for process in group.processes]
+    assert {process.nice() for process in processes} == {psutil.Process().nice()}, "they train: nothing comes first"
     alone = pool.call(functions.environment).result()
     assert (alone["RANK"], alone["WORLD_SIZE"]) == ("0", "1")
     assert group.call(functions.sum_over_ranks, 2.0).result() == 6.0, "the function is known by now"

@@ -245,7 +245,7 @@ RULES = [
     Rule(r"sbatch --signal", None, NAMED),
     Rule(r"docker build", lambda command, patch: None, "needs docker; test_cluster_files.py reads the Containerfile"),
     Rule(r"docker run", starts_a_task_within, "needs docker and GPUs"),
-    Rule(r"scp ~/\.ray/auth_token OTHER", None, "needs a second machine"),
+    Rule(r"scp -r ~/\.ray OTHER:", None, "needs a second machine"),
     Rule(r"ray (start|stop|job stop)$", None, NAMED),
     Rule(r"vllm serve", None, "needs a GPU and real weights"),
 ]
