@@ -170,7 +170,8 @@ def describe_frames(reader: RunReader, kind: str, sample_id: int, seed: int | No
         for cell in entry.repeated if entry else ():
             if entry is not None and cell.key == matching[0]:
                 _, file, total, text = cell.as_json()
-                frames.append({"step": step, "version": entry.version, "file": file, "total": total, "text": text})
+                content = {"file": file, "sound": cell.sound, "total": total, "text": text}
+                frames.append({"step": step, "version": entry.version, **content})
     key = index.keys[matching[0]] if matching else None
     return {
         "frames": frames,

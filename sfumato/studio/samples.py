@@ -59,12 +59,14 @@ class Cell:
         file: of its picture, or empty.
         total: its reward, NaN where it has none.
         text: the beginning of its answer, or what damaged it.
+        sound: file of its sound, or empty.
     """
 
     key: int
     file: str
     total: float
     text: str
+    sound: str
 
     def as_json(self) -> list[object]:
         """The cell as a page gets it."""
@@ -236,7 +238,8 @@ class SampleIndex:
             self.keys.append(key)
         total = row.get("total")
         text = row.get("damage") or row.get("text") or ""
-        return Cell(number, text_of(row, "file"), float(total) if is_number(total) else math.nan, str(text)[:SNIPPET])
+        reward = float(total) if is_number(total) else math.nan
+        return Cell(number, text_of(row, "file"), reward, str(text)[:SNIPPET], text_of(row, "sound"))
 
     def rows(self, step: int) -> list[Record]:
         """The rows of a step; empty where there is none, or where they cannot be read, which ``problems`` says."""

@@ -98,7 +98,9 @@ def runs(tmp_path_factory):
     (folder / "samples.jsonl").write_text("".join(f"{line[:-1]}{fields}\n" for line in lines))
     write_run(root / "experiments" / "a_long_name_that_somebody_gave_to_a_run_of_theirs", total=100_000)
     tone = Waveform((9000 * np.sin(np.arange(4000) / 3)).astype(np.int16)[None], 8000)
-    save_samples(write_run(root / "tones", steps=1), 2, [SampleRecord(tone, "eval", "a tone", 7, 0)])
+    tones = write_run(root / "tones", steps=1)
+    for step in (2, 4):
+        save_samples(tones, step, [SampleRecord(tone, "eval", "a tone", 7, 0)])
     timeline = Timeline(root / "b")
     for step in range(1, 5):
         timeline.add([Event("sampler", rank, "generate", 10.0 * step, 10.0 * step + 6, step, 0) for rank in range(2)])
@@ -175,6 +177,23 @@ def test_keys_move_through_steps_and_samples_and_the_address_follows(studio):
     assert "step=4" in page.url
     page.reload()
     page.wait_for_selector("b:has-text('step 4')")
+    page.context.close()
+
+
+def test_a_sound_that_plays_goes_on_with_that_of_the_other_step(studio):
+    page = studio.tab("scrub?run=tones")
+    page.wait_for_selector(".frame[data-step='4'] audio")
+    page.evaluate(
+        "() => { const sound = document.querySelector('audio'); sound.currentTime = 0.2; return sound.play(); }"
+    )
+    page.keyboard.press("ArrowLeft")
+    page.wait_for_selector(".frame[data-step='2'] audio")
+    page.wait_for_function(
+        "() => { const sound = document.querySelector('audio'); return sound.ended || sound.currentTime >= 0.2; }"
+    )
+    assert page.evaluate("document.querySelector('audio').autoplay")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector(".frame[data-step='4'] audio")
     page.context.close()
 
 

@@ -58,6 +58,8 @@ export async function show(view, parameters, {keepInAddress}) {
   }
 
   function draw() {
+    // a sound that plays goes on with the other step's, at the same moment: so two steps are compared by ear
+    const heard = [...frames.children].map((frame) => frame.querySelector("audio")).map((audio) => audio && !audio.paused && audio.currentTime);
     const range = rewardRange(films.flatMap((film) => film.frames.map((frame) => frame.total)));
     fill(frames, films.map((film, index) => {
       // runs evaluate at steps of their own: the newest one until this step stands for it
@@ -65,8 +67,10 @@ export async function show(view, parameters, {keepInAddress}) {
       if (!frame) return h("div", {class: "frame"}, h("b", {}, runs[index]), h("p", {class: "empty"}, film.prompt ? "not evaluated yet at this step" : "has no sample of this prompt and seed"));
       const content = frame.file ? h("img", {src: fileAddress(runs[index], frame.step, frame.file, frame.version), alt: film.prompt, class: "pixels"})
         : h("div", {class: "text"}, frame.text);
+      const sound = frame.sound && h("audio", {src: fileAddress(runs[index], frame.step, frame.sound, frame.version), controls: true,
+        currentTime: heard[index] || 0, autoplay: typeof heard[index] === "number"});
       return h("div", {class: "frame", data: {step: frame.step}}, h("p", {}, h("b", {}, runs[index])),
-        h("a", {href: link("sample", {run: runs[index], step: frame.step, kind, id})}, content),
+        h("a", {href: link("sample", {run: runs[index], step: frame.step, kind, id})}, content), sound,
         h("p", {}, chip(frame.total, range), h("small", {}, ` step ${frame.step} · ${film.prompt}`)));
     }));
     const next = steps[Number(slider.value) + 1];
