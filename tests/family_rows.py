@@ -12,6 +12,7 @@ import diffusers
 import numpy as np
 import pytest
 import torch
+from diffusers.models.autoencoders.vae import DiagonalGaussianDistribution
 
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.models.diffusion.base import DiffusionModel
@@ -62,6 +63,8 @@ class Row:
     """Makes latents of the tokens that a pipeline's callback sees, and of their height and width."""
     velocity: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] = lambda output, shape: output
     """Makes a velocity ``[B, *latent_shape]`` of what the network returns, as the pipeline does."""
+    frames: int = 1
+    """Frames of a sample, of which there are more where a single one is given, and not made."""
     num_frames: int = 1
     """Frames with which it is trained by RL."""
     exact: bool = True
@@ -74,6 +77,11 @@ class Row:
     """Source images of a prompt, of families that take some."""
     needs: str = ""
     """A package that the family needs and not every installation has."""
+
+    @property
+    def sample_size(self) -> tuple[int, int, int]:
+        """Height, width and frames of a sample."""
+        return (*self.size, self.frames)
 
 
 def settings(row: Row, **more: Any) -> dict[str, Any]:
@@ -95,6 +103,11 @@ def keep_latents(pipeline: Any, step: int, timestep: Any, state: dict[str, torch
     del step, timestep
     pipeline.last_latents = state["latents"]
     return {}
+
+
+def copied(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Arguments whose tensors stay as they are: some pipelines change their latents in place."""
+    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
 
 
 def call_plain(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
@@ -217,6 +230,22 @@ def call_kandinsky5_video(
     videos = pipeline(prompt=prompts, latents=inputs, **more).frames
     pipeline.last_latents = pipeline.last_latents[..., :channels].permute(0, 4, 1, 2, 3)
     return videos[:, 0]
+
+
+def call_kandinsky5_video_image(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    """The pipeline draws the noise and the latents of the first frame; here it gets the noise, and takes the mode."""
+    frames = (latents.shape[2] - 1) * pipeline.vae_scale_factor_temporal + 1
+    channels = latents.shape[1]
+    more = settings(row, guidance_scale=scale, num_frames=frames, negative_prompt="", image=images[0])
+    noise = latents.permute(0, 2, 3, 4, 1).clone()  # the pipeline writes into it
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[type(pipeline).__module__], "randn_tensor", lambda shape, **_: noise)
+        patch.setattr(DiagonalGaussianDistribution, "sample", lambda latent_dist, generator: latent_dist.mode())
+        videos = pipeline(prompt=prompts, **more).frames
+    pipeline.last_latents = pipeline.last_latents[..., :channels].permute(0, 4, 1, 2, 3)
+    return videos
 
 
 def call_hidream(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
@@ -515,6 +544,22 @@ ROWS = {
         velocity=lambda output, shape: output.permute(0, 4, 1, 2, 3),
         brief=True,
     ),
+    "kandinsky5_video_image": Row(
+        tiny_families.tiny_kandinsky5_video_image,
+        call_kandinsky5_video_image,
+        (4, 5, 4, 6),
+        16,
+        size=(32, 48),
+        tokens=24,
+        frames=17,  # in shorter videos the pipeline divides by nothing
+        num_frames=17,
+        batched=False,
+        needs="torchvision",
+        straight=False,
+        exact=False,
+        velocity=lambda output, shape: output.permute(0, 4, 1, 2, 3),
+        brief=True,
+    ),
     "hidream": Row(
         tiny_families.tiny_hidream,
         call_hidream,
@@ -737,6 +782,7 @@ ROWS = {
         num_frames=13,
         exact=False,
         unpack=lambda latents, *_: latents,
+        velocity=lambda output, shape: output.mT,
         # a single frame is the given one, so that nothing is learned of it
         never_used=r"^(scale_shift_table|proj_out|transformer_blocks\.1\.(audio_to_video_attn|ff)\.)",
         batched=False,

@@ -38,6 +38,7 @@ MODELS = {
     "WanImageToVideoPipeline": ("Wan 2.1, 2.2 image to video", "14 B; 2.2: twice 14 B, 5 B"),
     "SanaVideoPipeline": ("Sana-Video 480p", "2 B"),
     "Kandinsky5T2VPipeline": ("Kandinsky 5 Video Lite 5s", "2 B"),
+    "Kandinsky5I2VPipeline": ("Kandinsky 5 Video Lite 5s image to video", "2 B"),
     "CogVideoXPipeline": ("CogVideoX, 1.5", "2 B, 5 B"),
     "CogVideoXImageToVideoPipeline": ("CogVideoX, 1.5 image to video", "5 B"),
     "HunyuanVideo15Pipeline": ("HunyuanVideo 1.5", "8.3 B"),

@@ -377,6 +377,11 @@ def tiny_kandinsky5_video() -> dict[str, Any]:
     }
 
 
+def tiny_kandinsky5_video_image() -> dict[str, Any]:
+    """Kandinsky 5 from a first frame: 32x48 pixels in 17 frames are 4 x 5 x 4 x 6 latents and 30 tokens."""
+    return {**tiny_kandinsky5_video(), "pipeline": "Kandinsky5I2VPipeline"}
+
+
 def tiny_hidream() -> dict[str, Any]:
     """HiDream-I1: 16x16 pixels are 4 x 8 x 8 latents and 16 tokens; other shapes are filled up to 128 tokens."""
     return {

@@ -27,13 +27,13 @@ from tests.family_rows import wake
 
 ROWS = {**family_rows.ROWS, **sound_rows.ROWS}
 TOLERANCE = 2e-5
-LOOSE = {"kandinsky5": 1e-3, "kandinsky5_video": 1e-3}
+KANDINSKY = ("kandinsky5", "kandinsky5_video", "kandinsky5_video_image")
+LOOSE = dict.fromkeys(KANDINSKY, 1e-3)
 """Tolerances of families that round to bfloat16 between layers, where another last bit may become another value."""
 NO_SEQUENCE = (
     "qwen_image21",
     "ideogram4",
-    "kandinsky5",
-    "kandinsky5_video",
+    *KANDINSKY,
     "chroma",
     "sana",
     "sana_video",
@@ -49,7 +49,7 @@ NO_SEQUENCE = (
 """Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, text
 that is dropped before the last layer, and windows of attention; of LTX-2 there are two sequences, and in Qwen-Image 2.1
 each part of the sequence sees the parts before it."""
-NO_TENSOR = ("ltx2", "ltx2_image", "kandinsky5", "kandinsky5_video")
+NO_TENSOR = ("ltx2", "ltx2_image", *KANDINSKY)
 """Families whose layers cannot be cut: rotary embeddings come with all heads, or are rounded to bfloat16."""
 QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
 """Families that run always: text in the same sequence and before it, convolutions, two sequences."""
@@ -89,11 +89,11 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     else:
         model.denoiser.requires_grad_(True)
     model.denoiser.train()
-    if model.makes_sound:
-        set_output(model, (*row.size, 1), "rollout")
+    size = (*row.size, getattr(row, "frames", 1))
+    set_output(model, size, "rollout")
     images = None if not model.takes_image else model.blank_images(len(PROMPTS), *row.size, getattr(row, "sources", 1))
     conditioning = model.encode_prompts(PROMPTS, images=images)
-    latents = keyed_normal(model.latent_shape(*row.size), 1, "latent", 0, range(len(PROMPTS)))
+    latents = keyed_normal(model.latent_shape(*size), 1, "latent", 0, range(len(PROMPTS)))
     target = keyed_normal(row.latent_shape, 2, "latent", 0, range(len(PROMPTS)))
     sigma = torch.tensor([0.9, 0.3])
     mesh, _ = make_mesh(**config)

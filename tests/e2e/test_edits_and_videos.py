@@ -57,6 +57,7 @@ CASES = {
     "wan_image": Case(tiny_families.tiny_wan_image, (16, 16, 5), 512),
     "wan_image_small": Case(tiny_families.tiny_wan_image_small, (32, 32, 5)),
     "hunyuan_video15_image": Case(tiny_families.tiny_hunyuan_video15_image, (16, 16, 5), 80),
+    "kandinsky5_video_image": Case(tiny_families.tiny_kandinsky5_video_image, (32, 48, 5), 24, needs="torchvision"),
 }
 
 OTHERS = {
@@ -473,8 +474,9 @@ def test_videos_between_a_first_and_a_last_frame(name: str, pipelines: Callable[
         assert weights_in(again / "hf_ckpt" / part.name) == weights_in(part)
 
 
-def test_a_video_run_resumes_exactly(pipelines: Callable[[str], Path], tmp_path: Path) -> None:
-    config = rl_config("wan_image_small", pipelines("wan_image_small"), tmp_path, train={"max_steps": 3})
+@pytest.mark.parametrize("name", ["wan_image_small", "kandinsky5_video_image"])
+def test_a_video_run_resumes_exactly(name: str, pipelines: Callable[[str], Path], tmp_path: Path) -> None:
+    config = rl_config(name, pipelines(name), tmp_path, train={"max_steps": 3})
     whole = run_task_here("rl_diffusion", config)
     part = {"train": {"output_dir": str(tmp_path / "part"), "save_steps": 1}}
     task, update = load_task("rl_diffusion"), load_task("rl_diffusion").update_policy

@@ -19,7 +19,7 @@ from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.errors import ConfigError, DataError
-from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_source_images
+from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_output, set_source_images
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.memory_plan import plan_memory
@@ -31,7 +31,7 @@ from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor import match_plan
 from sfumato.rollout.diffusion.evaluation import sample_images
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
-from tests.family_rows import ROWS, SEED, STEPS, Row, wake
+from tests.family_rows import ROWS, SEED, STEPS, Row, copied, wake
 
 PROMPTS = ['write "AB" in red', 'write "C"']
 ALONE = Mesh(Layout(), torch.device("cpu"))
@@ -51,7 +51,7 @@ class Built:
         settings = {"max_sequence_length": self.row.tokens, "from_images": self.row.from_images, **config}
         model = build_diffusion_model(ModelConfig(model_path=str(self.folder), **settings), mixed_precision=precision)
         set_source_images(model, self.row.sources)
-        model.latent_shape(*self.row.size)  # as ``set_output`` does in every task
+        set_output(model, self.row.sample_size, "rollout")  # as every task does
         return model
 
     def pipeline(self) -> Any:
@@ -63,14 +63,14 @@ class Built:
         return model.encode_prompts(PROMPTS[rows], images=None if self.images is None else self.images[rows])
 
     def velocity(self, model: DiffusionModel, scale: float = 1.0, rows: slice = slice(None)) -> torch.Tensor:
-        latents = keyed_normal(model.latent_shape(*self.row.size), SEED, "latent", 0, range(len(PROMPTS)))
+        latents = keyed_normal(model.latent_shape(*self.row.sample_size), SEED, "latent", 0, range(len(PROMPTS)))
         sigma = torch.tensor([0.9, 0.3])
         return model.predict_velocity(latents[rows], sigma[rows], self.conditioning(model, rows), scale)
 
     def by_sfumato(self, model: DiffusionModel, scale: float) -> tuple[np.ndarray, torch.Tensor]:
         """Images [B, H, W, 3], and the latents that they were decoded from."""
         conditioning, ids = self.conditioning(model), list(range(len(PROMPTS)))
-        common = {"size": self.row.size, "num_steps": STEPS, "guidance_scale": scale, "seed": SEED}
+        common = {"size": self.row.sample_size, "num_steps": STEPS, "guidance_scale": scale, "seed": SEED}
         images = sample_images(model, conditioning, ids, micro_batch_size=8, **common)
         latents, _ = sample_trajectories(
             model, conditioning, ids, dynamics=EulerODE(), trained_steps=(), iteration=0, **common
@@ -107,7 +107,7 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     model = build_diffusion_model(config)
     set_source_images(model, row.sources)
     wake(model)
-    model.latent_shape(*row.size)
+    set_output(model, row.sample_size, "rollout")
     model.save_pipeline(folder / "pipe")
     images = None
     if model.takes_image:
@@ -141,12 +141,10 @@ def test_images_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
     assert (found[0] - found[-1]).abs().max() > 2e-3, "guidance must matter"
 
 
-def copied(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Arguments whose tensors stay as they are: some pipelines change their latents in place."""
-    return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in arguments.items()}
-
-
-PREDICTS_OTHERWISE = ("z_image", "stable_diffusion", "stable_diffusion_2", "stable_diffusion_xl", "ltx2_image")
+PREDICTS_OTHERWISE = (
+    *("z_image", "stable_diffusion", "stable_diffusion_2", "stable_diffusion_xl"),
+    *("ltx2_image", "kandinsky5_video_image"),
+)
 """Families whose networks return lists, predictions that other tests compare with DDIM, or no velocity of what is given
 (``test_first_frames.py``)."""
 
@@ -186,17 +184,18 @@ def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> N
 
 
 def test_pixels_to_latents_and_back_as_the_pipeline_does(built: Built) -> None:
-    model, (height, width) = built.model, built.row.size
-    assert model.latent_shape(height, width) == built.row.latent_shape
-    pixels = torch.randint(0, 256, (2, 3, height, width), dtype=torch.uint8)
+    model, (height, width, frames) = built.model, built.row.sample_size
+    assert model.latent_shape(height, width, frames) == built.row.latent_shape
+    several = (frames,) if frames > 1 else ()
+    pixels = torch.randint(0, 256, (2, 3, *several, height, width), dtype=torch.uint8)
     latents = model.encode_pixels(pixels)
     assert latents.shape == (2, *built.row.latent_shape)
     assert latents.dtype == torch.float32
     decoded = model.decode(latents)
-    assert decoded.shape == pixels.shape
+    assert decoded.shape == (pixels.transpose(1, 2) if frames > 1 else pixels).shape
     assert decoded.dtype == torch.uint8
     side = model.probe_size
-    assert model.encode_pixels(pixels[:1, :, :side, :side]).shape[1:] == model.latent_shape(side, side)
+    assert model.encode_pixels(pixels[:1, ..., :side, :side]).shape[1:] == model.latent_shape(side, side, frames)
 
 
 def test_a_picture_does_not_depend_on_its_batch(built: Built) -> None:
@@ -425,6 +424,7 @@ def test_memory_is_predicted_without_weights(built: Built, tmp_path: Path) -> No
     config = ModelConfig(model_path=str(built.folder), max_sequence_length=row.tokens, from_images=row.from_images)
     model = diffusion_model_on_meta(config, "no")
     set_source_images(model, row.sources)
+    model.frames = row.frames
     real = built.conditioning(built.model, slice(0, 1)).tensors
     found = {name: (tuple(shape), dtype) for name, (shape, dtype) in model.embedding_shapes(*row.size).items()}
     assert found == {name: (tuple(each.shape[1:]), each.dtype) for name, each in real.items()}

@@ -16,10 +16,9 @@ from PIL import Image
 from sfumato.algorithms.dynamics import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.config.sections import ModelConfig
-from sfumato.models.diffusion.families.ltx2 import LTX2
-from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.diffusion.load import build_diffusion_model, find_families
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
-from tests.family_rows import ROWS, SEED, STEPS, wake
+from tests.family_rows import ROWS, SEED, STEPS, copied, wake
 
 FRAMES = 5
 
@@ -62,25 +61,33 @@ def test_a_video_equals_that_of_the_pipeline(name: str, tmp_path: Path) -> None:
     torch.testing.assert_close(latents, pipeline.last_latents, atol=1e-4, rtol=1e-4)
 
 
-def test_ltx2_learns_what_is_behind_the_given_frame() -> None:
+@pytest.mark.parametrize("name", ["ltx2_image", "kandinsky5_video_image"])
+def test_a_model_learns_what_is_behind_the_given_frame(name: str) -> None:
     """Loss and gradients are those of the network called as diffusers' pipeline calls it, the given frame left out."""
-    row = ROWS["ltx2_image"]
-    family = LTX2.with_images()
-    model = family(family.build(row.describe(), 0), row.tokens)
+    row = ROWS[name]
+    if row.needs:
+        pytest.importorskip(row.needs)
+    description = row.describe()
+    family = find_families()[description["pipeline"]]
+    family = family.with_images() if row.from_images else family
+    model = family(family.build(description, 0), row.tokens)
     wake(model)
-    model.frames = FRAMES
+    model.frames = max(FRAMES, row.frames)
     model.pipeline.set_progress_bar_config(disable=True)
     image = np.random.default_rng(3).integers(0, 256, (*row.size, 3), dtype=np.uint8)
     conditioning = model.encode_prompts(["write AB"], images=[image])
-    shape = model.latent_shape(*row.size, FRAMES)
+    shape = model.latent_shape(*row.size, model.frames)
     noise, target = (keyed_normal(shape, SEED, purpose, 0, [0]) for purpose in ("latent", "target"))
     calls: list[dict[str, Any]] = []
-    hook = model.denoiser.register_forward_pre_hook(lambda _, args, kwargs: calls.append(kwargs), with_kwargs=True)
+    hook = model.denoiser.register_forward_pre_hook(
+        lambda _, args, kwargs: calls.append(copied(kwargs)), with_kwargs=True
+    )
     row.call(row, model.pipeline, ["write AB"], noise, 1.0, [Image.fromarray(image)])
     hook.remove()
     model.denoiser.requires_grad_(True).train()
     first_sigma = model.sigmas(STEPS, shape)[:1]
-    given = conditioning.tensors["image_tokens"].shape[2]
+    frame = conditioning.tensors.get("image_tokens", conditioning.tensors.get("image_latents"))
+    given = frame.shape[2]
 
     def learn(velocity: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.denoiser.zero_grad()
@@ -89,11 +96,11 @@ def test_ltx2_learns_what_is_behind_the_given_frame() -> None:
         gradients = {name: parameter.grad for name, parameter in model.denoiser.named_parameters()}
         return loss, {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
-    expected = learn(torch.cat(model.denoiser(**calls[0]), dim=1).mT)
+    outputs = model.denoiser(**{**calls[0], "return_dict": False})
+    output = torch.cat(outputs, dim=1) if isinstance(outputs, tuple) else outputs  # parts: of video and sound
+    expected = learn(row.velocity(output, shape))
     velocity = model.predict_velocity(noise, first_sigma, conditioning)
-    torch.testing.assert_close(
-        noise[:, :, :given] - first_sigma * velocity[:, :, :given], conditioning.tensors["image_tokens"]
-    )
+    torch.testing.assert_close(noise[:, :, :given] - first_sigma * velocity[:, :, :given], frame)
     loss, gradients = learn(velocity)
     torch.testing.assert_close(loss, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients, expected[1], atol=1e-4, rtol=1e-3)

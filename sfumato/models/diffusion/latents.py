@@ -134,6 +134,20 @@ def split_images(embeddings: dict[str, Tensor], dtype: torch.dtype) -> list[Tens
     return [*latents.unbind(1)] if latents.ndim == 5 else [latents]
 
 
+def lead_to_given(velocity: Tensor, latents: Tensor, given: Tensor, sigma: Tensor) -> Tensor:
+    """A velocity that leads to given latents at the start: eps - x0 = (x - x0) / sigma, with x0 what is given.
+
+    Args:
+        velocity: ``[B, C, F, ...]`` of frames or tokens, at noise levels ``sigma`` ``[B]``.
+        latents: x, of the same shape.
+        given: ``[B, C, G, ...]``, the first G frames or tokens.
+    """
+    num_given = given.shape[2]
+    level = sigma.to(latents).reshape(-1, *[1] * (latents.ndim - 1))
+    to_given = (latents[:, :, :num_given] - given.to(latents)) / level
+    return torch.cat([to_given.to(velocity.dtype), velocity[:, :, num_given:]], dim=2)
+
+
 def grid_ids(rows: int, columns: int, image: int, device: torch.device) -> Tensor:
     """Positions of an image's tokens: number of the image, row and column, float32 ``[T, 3]``."""
     sides = [torch.arange(length, device=device, dtype=torch.float32) for length in (rows, columns)]

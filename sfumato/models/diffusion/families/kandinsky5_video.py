@@ -48,11 +48,14 @@ class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
             raise ValueError(f"frames {frames}: there are positions for {LARGEST_GRID} latent frames only")
         return shape
 
+    def network_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
+        """The network's input for latents ``[B, C, F, H, W]``: with ``visual_cond`` there are channels for given frames
+        and their mask behind those of the latents, and none is given."""
+        if not self.denoiser.config.visual_cond:
+            return latents
+        return nn.functional.pad(latents, (0, 0, 0, 0, 0, 0, 0, latents.shape[1] + 1))
+
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         factor = self.pipeline.vae_scale_factor_spatial
         scale = self.pipeline._get_scale_factor(latents.shape[3] * factor, latents.shape[4] * factor)
-        inputs = latents
-        if self.denoiser.config.visual_cond:  # channels for given frames and their mask: none is given
-            channels = latents.shape[1]
-            inputs = nn.functional.pad(latents, (0, 0, 0, 0, 0, 0, 0, channels + 1))
-        return self.predict_rows(inputs, sigma, embeddings, scale)
+        return self.predict_rows(self.network_inputs(latents, embeddings), sigma, embeddings, scale)

@@ -20,6 +20,7 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.latents import lead_to_given
 from sfumato.models.diffusion.mel_spectrogram import log_mel_spectrogram
 from sfumato.models.diffusion.scratch_encoders import build_gemma3_encoder, build_gemma_tokenizer
 from sfumato.models.diffusion.scratch_ltx2 import (
@@ -244,10 +245,6 @@ class LTX2ImageToVideo(LTX2):
         }
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
-        """The velocity. That of the first latent frame points to the given frame."""
+        """The velocity. That of the first latent frame leads to the given frame."""
         velocity = super().denoise(latents, sigma, embeddings)
-        frame = embeddings["image_tokens"].to(latents)
-        num_given = frame.shape[2]
-        # velocity = eps - x0 = (x - x0) / sigma, with x0 the latents of the given frame
-        first_velocity = (latents[:, :, :num_given] - frame) / sigma.to(latents)[:, None, None]
-        return torch.cat([first_velocity.to(velocity.dtype), velocity[:, :, num_given:]], dim=2)
+        return lead_to_given(velocity, latents, embeddings["image_tokens"], sigma)

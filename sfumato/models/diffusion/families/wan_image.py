@@ -21,6 +21,7 @@ from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.families.wan import Wan
 from sfumato.models.diffusion.families.wan_pair import WanPair
+from sfumato.models.diffusion.latents import lead_to_given
 from sfumato.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ class WanImageToVideo(Wan):
         return embeddings
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
-        """The velocity. With ``expand_timesteps`` that of the first latent frame points to the given frame."""
+        """The velocity. With ``expand_timesteps`` that of the first latent frame leads to the given frame."""
         condition = embeddings["image_latents"].to(latents.dtype)
         timestep = self.timestep(sigma.to(latents.device))
         expands = self.pipeline.config.expand_timesteps  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
@@ -145,13 +146,7 @@ class WanImageToVideo(Wan):
             **image_arguments,
             return_dict=False,
         )[0]
-        if not expands:
-            return velocity
-        # velocity = eps - x0 = (x - x0) / sigma, with x0 the latents of the given frame.
-        first_velocity = (latents[:, :, :1] - condition) / sigma.to(latents.device, latents.dtype).reshape(
-            -1, 1, 1, 1, 1
-        )
-        return torch.cat([first_velocity.to(velocity.dtype), velocity[:, :, 1:]], dim=2)
+        return lead_to_given(velocity, latents, condition, sigma) if expands else velocity
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         shapes = super().embedding_shapes(height, width)
