@@ -10,6 +10,7 @@ import base64
 import io
 import json
 import math
+import re
 import sys
 import threading
 import time
@@ -121,6 +122,12 @@ class Handler(BaseHTTPRequestHandler):
         """Rates a text by its length."""
         assert not self.images and self.body["messages"][0]["content"] == self.texts[0]
         self.say(f"Score: {self.texts[0].count('good')}")
+
+    def answer_questions(self) -> None:
+        """Yes where the picture is brighter than the percentage in the question; No without one."""
+        wanted = re.search(r"(\d+) %", self.texts[-1])
+        assert "Answer Yes or No" in self.texts[-1], self.texts
+        self.say("**Yes**, it is." if wanted and 100 * self.light[-1] > int(wanted.group(1)) else "no")
 
     # Models that do not
 

@@ -15,7 +15,14 @@ from sfumato.evaluation.generate import PromptChoice, draw_samples
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.results import Evaluation
 from sfumato.evaluation.samples_folder import SamplesFolder, choose_folder
-from sfumato.evaluation.scoring import SampleScorer, ScoredSample, add_rewards, choose_rewards
+from sfumato.evaluation.scoring import (
+    ModelCounts,
+    SampleScorer,
+    ScoredSample,
+    add_fractions,
+    add_rewards,
+    choose_rewards,
+)
 from sfumato.evaluation.sources import ModelSource, is_picture_folder
 
 if TYPE_CHECKING:
@@ -65,6 +72,7 @@ def evaluate_samples(
     evaluation = Evaluation([source.label for source in sources])
     scored: list[ScoredSample] = []
     seen: list[Tensor] = []
+    counted: list[ModelCounts] = []
     written: SamplesFolder | None = None
 
     def check(chosen: list[Any]) -> None:
@@ -78,7 +86,8 @@ def evaluate_samples(
                 written = SamplesFolder(choose_folder(out, "evaluation"))
                 evaluation.notes.append(drawn.settings)
             if scorer is not None:
-                samples, messages = scorer.score(samples)
+                samples, messages, counts = scorer.score(samples)
+                counted.append((label, counts))
                 for message in messages:
                     options.say(f"{label}: {message}")
                     evaluation.notes.append(f"{label}: {message}")
@@ -101,6 +110,7 @@ def evaluate_samples(
         options.say(written.left_out)
         evaluation.notes.append(written.left_out)
     add_rewards(evaluation, scored, by)
+    add_fractions(evaluation, counted)
     evaluation.notes += [f"{source.label}: {source.folder}" for source in sources]
     if network is not None:
         evaluation.notes.append(network.describe())

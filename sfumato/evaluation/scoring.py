@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
@@ -68,8 +69,8 @@ class SampleScorer:
             if not any(map(reward.scores, kinds)):
                 raise ConfigError(f"--reward {reward.label} scores samples of another kind ({reward.kinds})")
 
-    def score(self, samples: Sequence[NamedSample]) -> tuple[list[NamedSample], list[str]]:
-        """The samples with their values, and lines about those that failed."""
+    def score(self, samples: Sequence[NamedSample]) -> tuple[list[NamedSample], list[str], dict[str, tuple[int, int]]]:
+        """The samples with their values, lines about those that failed, and the rewards' own fractions by name."""
         by_prompt: dict[int, list[int]] = {}
         for index, named in enumerate(samples):
             by_prompt.setdefault(named.prompt_id, []).append(index)
@@ -86,12 +87,19 @@ class SampleScorer:
             for row, index in enumerate(call):
                 scored[index] = {name: float(values[row]) for name, values in scores.components.items()}
             call = []
-        messages = Scores.cat(parts).messages if parts else []
-        return [replace(named, rewards=scored[index]) for index, named in enumerate(samples)], messages
+        with_values = [replace(named, rewards=scored[index]) for index, named in enumerate(samples)]
+        if not parts:
+            return with_values, [], {}
+        scores = Scores.cat(parts)
+        return with_values, scores.messages, scores.counts
 
     def close(self) -> None:
         """Ends the processes of rewards."""
         self.scorer.close()
+
+
+ModelCounts = tuple[str, Mapping[str, tuple[int, int]]]
+"""The label of a model, and how many of how many by name of the fraction."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +136,24 @@ def add_rewards(evaluation: Evaluation, samples: Sequence[ScoredSample], by: str
         for model in evaluation.models if by_group else ():
             groups = [of_group[model] for of_group in by_group.values()]
             evaluation.add_value(model, f"{name}: mean over {by}", mean_over_groups(groups))
+
+
+def add_fractions(evaluation: Evaluation, counted: Sequence[ModelCounts]) -> None:
+    """Adds what rewards count themselves, such as the answers of a judge that could not be read.
+
+    Args:
+        evaluation: is added to.
+        counted: of each call of ``SampleScorer.score``.
+    """
+    parts: Counter[tuple[str, str]] = Counter()
+    wholes: Counter[tuple[str, str]] = Counter()
+    for model, counts in counted:
+        for name, (part, whole) in counts.items():
+            parts[name, model] += part
+            wholes[name, model] += whole
+    for (name, model), whole in wholes.items():
+        if whole:
+            evaluation.add_value(model, name, parts[name, model] / whole)
 
 
 def mean_over_groups(groups: Sequence[Values]) -> float:

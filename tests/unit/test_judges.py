@@ -235,7 +235,7 @@ def test_every_template_that_is_shipped_asks_for_what_its_judge_reads(server):
         ("{{ prompt }}", "does not use {{ sample }}, so the judge would not see it"),
         ("{% if %}", "the judge's template is not valid Jinja: line 1"),
         ("a\n{{ sample | shout }}", "not valid Jinja: line 2: No filter named 'shout'"),
-        ("nowhere.jinja", "no Jinja file nowhere.jinja; the templates with a name are pairwise_preference, qwenvl_ocr"),
+        ("nowhere.jinja", "no Jinja file nowhere.jinja; the templates with a name are dpg_bench, pairwise_preference"),
     ],
 )
 def test_what_is_no_template(server, template, message):
