@@ -2,6 +2,8 @@
 
     python benchmarks/compare_algorithms.py [--only awm flow_dpo ...] [--only-page] [--without-second-reader]
     python benchmarks/compare_algorithms.py --seeds 1 2 3 [--iterations 8] [--only awm ...] [--only-page]
+    python benchmarks/glyph_clip.py runs/quickstart/clip
+    python benchmarks/compare_algorithms.py --direct --seeds 1 2 3 [--iterations 12] [--only-page]
 
 Runs every file of ``configs/quickstart/algorithms`` by the command that it prints, one after another, then reads the
 evaluation images a second time with Tesseract, which no run was trained on, measures what rollout and update cost, and
@@ -11,6 +13,9 @@ what is there. The model that all start from comes from the first two steps of `
 
 ``--seeds`` runs each file with several seeds and fewer iterations, and writes ``docs/algorithms_over_seeds.md``, of the
 algorithms that have finished with all of them, in place of the page above.
+
+``--direct`` does so with the files of ``configs/quickstart/direct``, which follow the gradient of a reward, a tiny CLIP
+model, while OCR only watches. It draws both, and prints the figures of their pages.
 """
 
 from __future__ import annotations
@@ -46,9 +51,14 @@ PAGE = ROOT / "docs" / "algorithms_compared.md"
 PICTURE = ROOT / "docs" / "images" / "algorithms_compared.svg"
 SEEDS_PAGE = ROOT / "docs" / "algorithms_over_seeds.md"
 SEEDS_PICTURE = ROOT / "docs" / "images" / "algorithms_over_seeds.svg"
+DIRECT_CONFIGS = ROOT / "configs" / "quickstart" / "direct"
+DIRECT_PICTURE = ROOT / "docs" / "images" / "direct_over_seeds.svg"
+DIRECT_ITERATIONS = 12
+WATCHED = "eval/reward/ocr"
 SEEDS_RUNS = "runs/quickstart/algorithms_over_seeds"
 SEEDS_EVALUATIONS = 4
 """Evaluations of a run of ``--seeds`` after the one before training."""
+SEEDS_ITERATIONS = 8
 SEEDS_PROMPTS = 128
 """Held-out words of such an evaluation."""
 YARDSTICK = "flow_grpo_fast"
@@ -119,11 +129,11 @@ class Algorithm:
         found = load_config(schema_of(self.task), path)
         return found.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
 
-    def curve(self) -> list[tuple[int, float]]:
-        """Images seen and mean reward on held-out prompts, at every evaluation so far."""
+    def curve(self, metric: str = REWARD) -> list[tuple[int, float]]:
+        """Images seen and the mean of a reward on held-out prompts, at every evaluation so far."""
         path = self.folder / "metrics.jsonl"
         lines = read_jsonl(path) if self.is_same_run and path.is_file() else []
-        return [(line["step"] * self.images_per_step, line[REWARD]) for line in lines if REWARD in line]
+        return [(line["step"] * self.images_per_step, line[metric]) for line in lines if metric in line]
 
     @property
     def is_finished(self) -> bool:
@@ -446,7 +456,10 @@ def compare_seeds(arguments: argparse.Namespace) -> None:
     """Runs what is not finished with each seed, and writes the page of all algorithms that are."""
     every = [Algorithm(path) for path in sorted(CONFIGS.glob("*.yaml"))]
     by_name = {
-        algorithm.name: [algorithm.with_seed(seed, arguments.iterations) for seed in dict.fromkeys(arguments.seeds)]
+        algorithm.name: [
+            algorithm.with_seed(seed, arguments.iterations or SEEDS_ITERATIONS)
+            for seed in dict.fromkeys(arguments.seeds)
+        ]
         for algorithm in every
     }
     if not arguments.only_page:
@@ -462,6 +475,25 @@ def compare_seeds(arguments: argparse.Namespace) -> None:
     print(f"{len(finished)} of {len(every)} algorithms: {SEEDS_PAGE.relative_to(ROOT)}")
 
 
+def compare_direct_seeds(arguments: argparse.Namespace) -> None:
+    """Runs what is not finished with each seed, draws optimised and watched rewards, and prints their means."""
+    iterations = arguments.iterations or DIRECT_ITERATIONS
+    by_title = {
+        algorithm.heading["title"]: [algorithm.with_seed(seed, iterations) for seed in dict.fromkeys(arguments.seeds)]
+        for algorithm in map(Algorithm, sorted(DIRECT_CONFIGS.glob("*.yaml")))
+    }
+    if not arguments.only_page:
+        run([run_of_seed for runs in by_title.values() for run_of_seed in runs])
+    panels: dict[str, list[list[tuple[int, float]]]] = {}
+    for metric, name in ((REWARD, "optimised"), (WATCHED, "OCR, watched")):
+        for title, runs in by_title.items():
+            panels[f"{title}: {name}"] = [run_of_seed.curve(metric) for run_of_seed in runs]
+    for title, curves in panels.items():
+        for evaluation in zip(*curves, strict=True):
+            print(f"{title}  {evaluation[0][0]} images: {_ranged([value for _, value in evaluation])}")
+    draw_seed_curves(panels, DIRECT_PICTURE, ("images", "mean, held out"), rows_of=len(by_title))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     every = {path.stem: Algorithm(path) for path in sorted(CONFIGS.glob("*.yaml"))}
@@ -469,8 +501,12 @@ def main() -> None:
     parser.add_argument("--only-page", action="store_true", help="run nothing; write the page from finished runs")
     parser.add_argument("--without-second-reader", action="store_true", help="do not read images with Tesseract")
     parser.add_argument("--seeds", nargs="+", type=int, metavar="SEED", help="run with these, and write their page")
-    parser.add_argument("--iterations", type=int, default=8, help="of each run of --seeds (8)")
+    parser.add_argument("--iterations", type=int, help="of each run of --seeds (8; with --direct 12)")
+    parser.add_argument("--direct", action="store_true", help="with --seeds: algorithms that follow a gradient")
     arguments = parser.parse_args()
+    if arguments.direct:
+        compare_direct_seeds(arguments)
+        return
     algorithms = list(every.values())
     check_comparable(algorithms)
     if arguments.seeds:

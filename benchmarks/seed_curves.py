@@ -23,6 +23,7 @@ def draw_seed_curves(
     labels: tuple[str, str],
     panel_height: float = 2.2,
     value_range: tuple[float, float] | None = None,
+    rows_of: int | None = None,
 ) -> None:
     """Draws mean and range over the seeds, a panel for each algorithm.
 
@@ -32,6 +33,7 @@ def draw_seed_curves(
         labels: of the x axis and of the y axis.
         panel_height: in inches.
         value_range: of the y axis; None fits it to the values.
+        rows_of: panels in a row, which then has a y axis of its own; None puts 4 into a row, with one axis for all.
     """
     import matplotlib
 
@@ -39,7 +41,7 @@ def draw_seed_curves(
     import matplotlib.pyplot as plt
 
     style = {"svg.fonttype": "none", "svg.hashsalt": "sfumato", "font.size": 9, "font.family": "sans-serif"}
-    columns = min(4, len(curves_of))
+    columns = min(rows_of or 4, len(curves_of))
     rows = -(-len(curves_of) // columns)
     with plt.rc_context(style):
         figure, panels = plt.subplots(
@@ -47,7 +49,7 @@ def draw_seed_curves(
             columns,
             figsize=(2.6 * columns, panel_height * rows),
             sharex=True,
-            sharey=True,
+            sharey="row" if rows_of else "all",
             layout="constrained",
             squeeze=False,
         )

@@ -102,6 +102,25 @@ def test_the_page_of_several_seeds_has_means_ranges_and_what_was_not_run(bench, 
     assert "DiffusionNFT" in bench.SEEDS_PICTURE.read_text()
 
 
+def test_algorithms_by_gradients_show_what_is_optimised_and_what_only_watches(bench, monkeypatch, capsys):
+    monkeypatch.setattr(bench, "DIRECT_CONFIGS", ROOT / "configs/quickstart/direct")
+    monkeypatch.setattr(bench, "DIRECT_PICTURE", bench.ROOT / "docs/images/direct.svg")
+    for name in ("draft", "refl", "srpo"):
+        for seed, after in ((1, 0.5), (2, 0.7)):
+            run = bench.Algorithm(bench.DIRECT_CONFIGS / f"{name}.yaml").with_seed(seed, 12)
+            run.folder.mkdir(parents=True)
+            (run.folder / "config.yaml").write_text(config_text(run.config))
+            lines = [{"step": 0, bench.REWARD: 0.1, bench.WATCHED: 0.4}, {"step": 1, "loss/policy": 1.0}]
+            lines += [{"step": 12, bench.REWARD: 0.3, bench.WATCHED: after}]
+            (run.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr(sys, "argv", ["compare_algorithms.py", "--direct", "--only-page", "--seeds", "1", "2"])
+    bench.main()
+    printed = capsys.readouterr().out
+    assert "DRaFT: optimised  0 images: 0.10 [0.10, 0.10]\nDRaFT: optimised  384 images: 0.30 [0.30, 0.30]" in printed
+    assert "SRPO: OCR, watched  384 images: 0.60 [0.50, 0.70]" in printed
+    assert "ReFL: OCR, watched" in bench.DIRECT_PICTURE.read_text()
+
+
 def test_runs_that_are_not_finished_or_of_other_settings_are_left_out(bench, monkeypatch):
     finish(bench, "flow_grpo_fast", [0.4, 0.6])
     finish(bench, "diffusion_nft", [0.4, 0.8])
