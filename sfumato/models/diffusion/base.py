@@ -155,6 +155,11 @@ class DiffusionModel(FrozenParts):
             ValueError: when the size or the number of frames does not divide.
         """
 
+    @property
+    def longest_side(self) -> int | None:
+        """Most pixels along a side of a sample, of a network with a limited number of positions."""
+        return None
+
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """Noise levels of a trajectory: float32 ``[num_steps + 1]``, from the schedule's first one (at most 1) to 0."""

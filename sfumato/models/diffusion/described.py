@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.models.diffusion.scratch import section_of, start_at_zero, unknown_keys
+from sfumato.models.diffusion.scratch import checked_section, section_of, start_at_zero, unknown_keys
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextPart:
-    """A text encoder with its tokenizer. Their sections have the names of the components."""
+    """A text encoder with its tokenizer."""
 
     build_encoder: Callable[..., nn.Module]
     """Takes the tokenizer, and the section of the encoder."""
@@ -32,6 +32,14 @@ class TextPart:
     """Further arguments of the encoder, which a description cannot set."""
     tokenizer_fixed: Mapping[str, object] = field(default_factory=dict)
     """Further arguments of the tokenizer, which a description cannot set."""
+    section: str = ""
+    """Section of the encoder, where it has not the name of the component."""
+
+    @property
+    def tokenizer_arguments(self) -> list[str]:
+        """Names of the tokenizer's arguments that a description can set."""
+        parameters = inspect.signature(self.build_tokenizer).parameters
+        return [name for name in parameters if name not in self.tokenizer_fixed]
 
 
 @dataclass(frozen=True)
@@ -76,7 +84,10 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
 
     make_scheduler = blueprint.scheduler or diffusers.FlowMatchEulerDiscreteScheduler
     sections = {"pipeline", "transformer", "vae", "scheduler", "tokenizer"}
-    unknown_keys(description, {*sections, *blueprint.texts, *blueprint.further, *blueprint.settings})
+    text_sections = {text.section or name for name, text in blueprint.texts.items()}
+    unknown_keys(description, {*sections, *text_sections, *blueprint.further, *blueprint.settings})
+    known = dict.fromkeys(name for text in blueprint.texts.values() for name in text.tokenizer_arguments)
+    words = checked_section(description, "tokenizer", [*known])
     denoiser = section_of(description, "transformer", blueprint.denoiser)
     vae = section_of(description, "vae", blueprint.vae)
     scheduler = {**blueprint.scheduler_settings, **section_of(description, "scheduler", make_scheduler)}
@@ -84,7 +95,7 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, text in blueprint.texts.items():
-            _add_text_part(parts, name, text, description)
+            _add_text_part(parts, name, text, description, words)
         parts["vae"] = blueprint.vae(**vae)
         for name, build in blueprint.further.items():
             parts[name] = build(parts, **section_of(description, name, build, reserved=["parts"]))
@@ -94,13 +105,19 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
     return blueprint.pipeline(**parts, **settings)
 
 
-def _add_text_part(parts: dict[str, object], name: str, text: TextPart, description: Mapping[str, object]) -> None:
-    """Adds a text encoder and its tokenizer to the components of a pipeline."""
+def _add_text_part(
+    parts: dict[str, object], name: str, text: TextPart, description: Mapping[str, object], words: Keywords
+) -> None:
+    """Adds a text encoder and its tokenizer, which takes what it knows of ``words``, to a pipeline's components."""
     reserved = [*text.fixed, next(iter(inspect.signature(text.build_encoder).parameters))]
-    encoder = section_of(description, name, text.build_encoder, reserved=reserved)
-    words = {}
-    if inspect.signature(text.build_tokenizer).parameters:  # a tokenizer of bytes has none
-        words = section_of(description, "tokenizer", text.build_tokenizer, reserved=text.tokenizer_fixed)
-    tokenizer = text.build_tokenizer(**words, **text.tokenizer_fixed)
+    encoder = section_of(description, text.section or name, text.build_encoder, reserved=reserved)
+    known = {key: value for key, value in words.items() if key in text.tokenizer_arguments}
+    tokenizer = text.build_tokenizer(**known, **text.tokenizer_fixed)
     parts[name.replace("text_encoder", "tokenizer")] = tokenizer
     parts[name] = text.build_encoder(tokenizer, **{**text.fixed, **encoder})
+
+
+def make_empty_pipeline(pipeline_type: Callable[..., Any]) -> Any:
+    """A pipeline without components, of which attributes are read that it sets when it is made, such as templates."""
+    parameters = inspect.signature(pipeline_type).parameters.values()
+    return pipeline_type(**{each.name: None for each in parameters if each.default is inspect.Parameter.empty})

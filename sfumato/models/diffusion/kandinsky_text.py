@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import PATCH, FlowSchedule, padded, text_shapes, token_counts
+from sfumato.models.diffusion.latents import PATCH, FlowSchedule, embed_one_by_one, padded, text_shapes, token_counts
 from sfumato.models.diffusion.scratch import (
     build_clip_encoder,
     build_clip_tokenizer,
@@ -83,6 +83,10 @@ class KandinskyText(FlowSchedule):
         return build_pipeline(blueprint, description, seed)
 
     @property
+    def longest_side(self) -> int:
+        return self.probe_size * LARGEST_GRID
+
+    @property
     def input_dtype(self) -> torch.dtype:
         """dtype of the embedding of pictures: diffusers keeps other parameters in float32, the first one among them."""
         return self.denoiser.visual_embeddings.in_layer.weight.dtype
@@ -95,12 +99,12 @@ class KandinskyText(FlowSchedule):
         """``prompt_embeds`` ``[B, T, D]``, ``prompt_mask``, bool ``[B, T]``, and ``pooled`` ``[B, P]`` of CLIP; T is
         ``max_sequence_length``."""
         length = self.max_sequence_length
-        embeddings = {}
-        for prompt in dict.fromkeys(prompts):  # one by one: a batch would be padded to the longest
+
+        def embed(prompt: str) -> dict[str, Tensor]:
             embeds, pooled, _ = self.pipeline.encode_prompt(prompt, max_sequence_length=length, device=self.device)
-            embeddings[prompt] = {**padded(embeds, length), "pooled": pooled}
-        names = embeddings[prompts[0]]
-        return {name: torch.cat([embeddings[prompt][name] for prompt in prompts]) for name in names}
+            return {**padded(embeds, length), "pooled": pooled}
+
+        return embed_one_by_one(prompts, embed)
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder

@@ -1,4 +1,4 @@
-"""Base classes of families: latents of an AutoencoderKL, latents as tokens, and the schedules of flow matching.
+"""Base classes of families: latents of images and videos, latents as tokens, and the schedules of flow matching.
 
 Shapes: B samples, C H W latent channels, height and width, T tokens; a token is a patch of 2 x 2 latent pixels.
 """
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sfumato.algorithms.device import to_device
 from sfumato.config.open_mappings import Keywords
+from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.schedulers import (
     LARGEST_IMAGE,
@@ -163,12 +164,47 @@ def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
     }
 
 
+def padded_with_images(model: DiffusionModel, prompt: str, embeds: Tensor, image_tokens: int) -> dict[str, Tensor]:
+    """What ``padded`` returns for a prompt that is read with images, whose tokens come on top of its limit.
+
+    Args:
+        model: ``max_sequence_length`` limits the prompt and its template.
+        prompt: for messages.
+        embeds: ``[1, T, D]``, those of the images among them.
+        image_tokens: number of these.
+
+    Raises:
+        ConfigError: for a longer prompt, which cannot be cut, since it follows the images.
+    """
+    length = model.max_sequence_length + image_tokens
+    if embeds.shape[1] > length:
+        raise ConfigError(
+            f"model.max_sequence_length {model.max_sequence_length}: this prompt takes "
+            f"{embeds.shape[1] - image_tokens} tokens, and one that goes with an image cannot be cut: {prompt!r}"
+        )
+    return padded(embeds, length)
+
+
 def text_shapes(
     length: int, width: int, dtype: torch.dtype, mask_dtype: torch.dtype | None = None
 ) -> dict[str, tuple[Sequence[int], torch.dtype]]:
     """What ``embedding_shapes`` returns for ``prompt_embeds`` ``[B, length, width]``, and ``prompt_mask`` if any."""
     shapes: dict[str, tuple[Sequence[int], torch.dtype]] = {"prompt_embeds": ((length, width), dtype)}
     return shapes if mask_dtype is None else shapes | {"prompt_mask": ((length,), mask_dtype)}
+
+
+def embed_one_by_one(prompts: Sequence[str], embed: Callable[[str], dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Embeds prompts one by one, and equal ones once, where a batch would be padded to the longest, which changes bits.
+
+    Args:
+        prompts: B prompts.
+        embed: makes tensors ``[1, ...]`` of a prompt, by name.
+
+    Returns:
+        Tensors ``[B, ...]`` by name.
+    """
+    rows = {prompt: embed(prompt) for prompt in dict.fromkeys(prompts)}
+    return {name: torch.cat([rows[prompt][name] for prompt in prompts]) for name in rows[prompts[0]]}
 
 
 def token_counts(mask: Tensor) -> list[int]:
@@ -180,6 +216,10 @@ def token_counts(mask: Tensor) -> list[int]:
 
 class KLLatents(DiffusionModel):
     """Base class of families whose autoencoder is an AutoencoderKL."""
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        check_size(height, width, self.probe_size, frames, longest=self.longest_side)
+        return (self.pipeline.vae.config.latent_channels, height // self.vae_factor, width // self.vae_factor)
 
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
@@ -214,7 +254,31 @@ class KLLatents(DiffusionModel):
 
 
 class VideoLatents(DiffusionModel):
-    """Base class of families with an autoencoder of videos, for which an image is a video of one frame."""
+    """Base class of families with an autoencoder of videos, for which an image is a video of one frame.
+
+    Latents are normalised by mean and standard deviation of each channel.
+    """
+
+    @property
+    def latent_channels(self) -> int:
+        """Channels of the latents."""
+        return self.pipeline.vae.config.z_dim
+
+    @property
+    def spatial_patch(self) -> int:
+        """Latent pixels along each side of a token."""
+        patch = self.denoiser.config.patch_size
+        return patch if isinstance(patch, int) else patch[1]
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor_spatial * self.spatial_patch
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor_spatial
+        check_size(height, width, self.probe_size, longest=self.longest_side)
+        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
+        return (self.latent_channels, latent_frames, height // factor, width // factor)
 
     @torch.no_grad()
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
@@ -225,16 +289,23 @@ class VideoLatents(DiffusionModel):
 
     def _encode(self, video: Tensor) -> Tensor:
         """Encodes videos ``[B, 3, F, H, W]`` in [-1, 1] to normalised latents ``[B, C, f, h, w]``."""
-        latents = self.pipeline.vae.encode(video).latent_dist.mode().float()
-        mean, std = self._latent_statistics(latents)
-        return (latents - mean) / std
+        return self.normalize(self.pipeline.vae.encode(video).latent_dist.mode().float())
 
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
         """Decodes latents to pixels ``[B, 3, H, W]``, or ``[B, F, 3, H, W]`` of several frames, about [-1, 1]."""
         vae = self.pipeline.vae
-        mean, std = self._latent_statistics(latents)
-        video = vae.decode((latents.float() * std + mean).to(vae.dtype), return_dict=False)[0]
+        video = vae.decode(self.denormalize(latents.float()).to(vae.dtype), return_dict=False)[0]
         return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
+
+    def normalize(self, latents: Tensor) -> Tensor:
+        """The latents of the network for those of the autoencoder, float32 ``[B, C, f, h, w]``."""
+        mean, std = self._latent_statistics(latents)
+        return (latents - mean) / std
+
+    def denormalize(self, latents: Tensor) -> Tensor:
+        """The inverse of ``normalize``."""
+        mean, std = self._latent_statistics(latents)
+        return latents * std + mean
 
     def _latent_statistics(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each latent channel, ``[C, 1, 1, 1]``, on the device of ``like``."""
@@ -244,37 +315,37 @@ class VideoLatents(DiffusionModel):
         return mean, std
 
 
-class ScaledVideoLatents(DiffusionModel):
+class ScaledVideoLatents(VideoLatents):
     """Base class of families whose latents are those of an autoencoder of videos times its ``scaling_factor``."""
 
     @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor_spatial * self.spatial_patch
+    def latent_channels(self) -> int:
+        return self.pipeline.vae.config.latent_channels
 
-    @property
-    def spatial_patch(self) -> int:
-        """Latent pixels along each side of a token."""
-        return self.denoiser.config.patch_size
+    def normalize(self, latents: Tensor) -> Tensor:
+        return latents * self.pipeline.vae.config.scaling_factor
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor_spatial
-        check_size(height, width, self.probe_size)
-        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
-        return (self.pipeline.vae.config.latent_channels, latent_frames, height // factor, width // factor)
+    def denormalize(self, latents: Tensor) -> Tensor:
+        return latents / self.pipeline.vae.config.scaling_factor
 
-    @torch.no_grad()
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        """Encodes uint8 pixels ``[B, 3, (F,) H, W]`` to float32 latents ``[B, C, f, h, w]``."""
-        vae = self.pipeline.vae
-        video = pixels[:, :, None] if pixels.ndim == 4 else pixels
-        latents = vae.encode(video.to(vae.device, vae.dtype) / 127.5 - 1).latent_dist.mode()
-        return latents.float() * vae.config.scaling_factor
 
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        """Decodes latents to pixels ``[B, 3, H, W]``, or ``[B, F, 3, H, W]`` of several frames, about [-1, 1]."""
-        vae = self.pipeline.vae
-        video = vae.decode((latents.float() / vae.config.scaling_factor).to(vae.dtype), return_dict=False)[0]
-        return video[:, :, 0] if video.shape[2] == 1 else video.transpose(1, 2)
+class SourceLatents(DiffusionModel):
+    """Base class, before that of the same family from text, of families that take the latents of source images."""
+
+    takes_image: ClassVar[bool] = True
+
+    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
+        """What ``embed_prompts`` returns, and ``image_latents``: see ``encode_sources``.
+
+        Of a first frame they are ``[1, C, 1, H, W]``, and ``frames`` must be set before.
+        """
+        height, width = image.shape[-3:-1]
+        self.latent_shape(height, width, self.frames)  # raises ValueError for a size that does not divide
+        return {**self.embed_prompts([prompt]), "image_latents": encode_sources(self, image)}
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        shapes = super().embedding_shapes(height, width)
+        return {**shapes, "image_latents": (source_shape(self, height, width), torch.float32)}
 
 
 class FlowSchedule(DiffusionModel):
@@ -346,3 +417,22 @@ class FlowTokens(FlowSchedule):
     def time(self, sigma: Tensor) -> Tensor:
         """The network's time input for noise levels ``[B]``: thousandths of the scheduler's timesteps."""
         return sigma * (self.pipeline.scheduler.config.num_train_timesteps / 1000)
+
+
+class QwenLatents(VideoLatents, FlowTokens):
+    """Base class of families of images with Qwen-Image's autoencoder, for which an image is a video of one frame."""
+
+    @property
+    def probe_size(self) -> int:
+        return self.pipeline.vae_scale_factor * PATCH
+
+    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
+        factor = self.pipeline.vae_scale_factor
+        check_size(height, width, self.probe_size, frames)
+        return (self.latent_channels, height // factor, width // factor)
+
+    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
+        return super().pixels_to_latents(pixels)[:, :, 0]  # a video of one frame
+
+    def latents_to_pixels(self, latents: Tensor) -> Tensor:
+        return super().latents_to_pixels(latents[:, :, None])

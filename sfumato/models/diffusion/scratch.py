@@ -73,10 +73,15 @@ def section_of(
     Raises:
         ValueError: the section is no mapping, or has a key that ``target`` does not take.
     """
+    allowed = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *reserved}]
+    return checked_section(description, name, allowed)
+
+
+def checked_section(description: Mapping[str, object], name: str, allowed: list[str]) -> Keywords:
+    """As ``section_of``, with the names of the arguments that there may be."""
     section = description.get(name, {})
     if not isinstance(section, dict):
         raise ValueError(f"{name}: must be a mapping, not {section!r}")
-    allowed = [parameter for parameter in inspect.signature(target).parameters if parameter not in {"self", *reserved}]
     wrong = [key for key in section if key not in allowed]
     if wrong:
         raise ValueError(f"{name}.{wrong[0]}: unknown key{suggest(str(wrong[0]), allowed)}")
@@ -162,7 +167,7 @@ def build_t5_tokenizer(words: Iterable[str] = ()) -> T5Tokenizer:
 
 
 def build_t5_encoder(
-    tokenizer: PreTrainedTokenizerBase, width: int, num_layers: int = 1, num_heads: int = 4, silent: bool = True
+    tokenizer: PreTrainedTokenizerBase, width: int = 32, num_layers: int = 1, num_heads: int = 4, silent: bool = True
 ) -> T5EncoderModel:
     """A T5EncoderModel with random weights, whose output has ``width`` features.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, padded
+from sfumato.models.diffusion.latents import FlowSchedule, embed_one_by_one, padded
 from sfumato.models.diffusion.scratch import build_qwen3_encoder, build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_sound import build_ace_step_conditions, build_oobleck_autoencoder
 from sfumato.models.diffusion.waveform_latents import WaveformLatents
@@ -112,9 +112,7 @@ class ACEStep(WaveformLatents, FlowSchedule):
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is 1 more than
         ``max_sequence_length``, for the timbre."""
-        # one by one: the pipeline fills up a batch, and its network attends to what it is filled up with
-        rows = [padded(self._embed_one(prompt), self.max_sequence_length + 1) for prompt in prompts]
-        return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        return embed_one_by_one(prompts, lambda prompt: padded(self._embed_one(prompt), self.max_sequence_length + 1))
 
     def _arguments(self, prompt: str) -> dict[str, Any]:
         """What the pipeline is called with for a prompt."""

@@ -20,7 +20,6 @@ from sfumato.models.diffusion.latents import (
     PATCH,
     FlowTokens,
     KLLatents,
-    check_size,
     grid_ids,
     pack,
     text_shapes,
@@ -78,11 +77,6 @@ class Chroma(KLLatents, FlowTokens):
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder
         return text_shapes(self.max_sequence_length, encoder.config.d_model, encoder.dtype, encoder.dtype)
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        check_size(height, width, self.probe_size, frames)
-        return (self.pipeline.vae.config.latent_channels, height // factor, width // factor)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.families.flux2 import Flux2Latents
+from sfumato.models.diffusion.flux2_latents import Flux2Latents
 from sfumato.models.diffusion.latents import PATCH, padded, text_shapes
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder

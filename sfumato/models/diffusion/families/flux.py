@@ -10,22 +10,24 @@ is no unconditional branch. schnell has no such input; a guidance scale other th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.latents import (
     PATCH,
     FlowTokens,
     KLLatents,
-    check_size,
+    SourceLatents,
     grid_ids,
     num_tokens,
     pack,
+    text_shapes,
     unpack,
 )
 from sfumato.models.diffusion.scratch import (
@@ -34,9 +36,6 @@ from sfumato.models.diffusion.scratch import (
     build_clip_tokenizer,
     build_t5_encoder,
     build_t5_tokenizer,
-    section_of,
-    start_at_zero,
-    unknown_keys,
 )
 from sfumato.parallel.plan import ParallelPlan
 
@@ -62,46 +61,29 @@ class Flux(KLLatents, FlowTokens):
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights.
+        """Builds a pipeline with random weights; sections are those of ``build_pipeline``, that of T5 is ``t5``."""
+        from diffusers import FluxTransformer2DModel
 
-        Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
-        (width, layers, ... of CLIP), ``t5``, and ``tokenizer`` (words, max_length). Channels and text widths of the
-        transformer follow from the other sections.
-        """
-        import diffusers
-
-        unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"})
-        denoiser = section_of(description, "transformer", diffusers.FluxTransformer2DModel)
-        vae_settings = section_of(description, "vae", build_autoencoder)
-        scheduler = section_of(description, "scheduler", diffusers.FlowMatchEulerDiscreteScheduler)
-        tokens = section_of(description, "tokenizer", build_clip_tokenizer)
-        text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
-        t5 = section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "silent"])
-        tokenizer = build_clip_tokenizer(**tokens)
-        t5_tokenizer = build_t5_tokenizer(tokens.get("words", ()))
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            clip = build_clip_encoder(tokenizer, projection=False, **text)
-            t5_encoder = build_t5_encoder(t5_tokenizer, silent=False, **{"width": 32, **t5})
-            vae = build_autoencoder(**vae_settings)
-            latent_channels = vae.config.latent_channels  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
-            spatial_factor = 2 ** (len(vae.config.block_out_channels) - 1)  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
-            inferred = {
-                **cls.channels_of(latent_channels, spatial_factor),
-                "joint_attention_dim": t5_encoder.config.d_model,
-                "pooled_projection_dim": clip.config.hidden_size,
+        def infer(parts: Keywords) -> dict[str, object]:
+            vae = parts["vae"].config
+            return {
+                **cls.channels_of(vae.latent_channels, 2 ** (len(vae.block_out_channels) - 1)),
+                "joint_attention_dim": parts["text_encoder_2"].config.d_model,
+                "pooled_projection_dim": parts["text_encoder"].config.hidden_size,
             }
-            transformer = diffusers.FluxTransformer2DModel(**{**inferred, **denoiser})
-            start_at_zero(transformer.proj_out)
-        return getattr(diffusers, cls.pipeline_class)(
-            transformer=transformer,
-            scheduler=diffusers.FlowMatchEulerDiscreteScheduler(**scheduler),
-            vae=vae,
-            text_encoder=clip,
-            tokenizer=tokenizer,
-            text_encoder_2=t5_encoder,
-            tokenizer_2=t5_tokenizer,
+
+        blueprint = Blueprint(
+            pipeline=cls.pipeline_type(),
+            denoiser=FluxTransformer2DModel,
+            vae=build_autoencoder,
+            texts={
+                "text_encoder": TextPart(build_clip_encoder, build_clip_tokenizer, {"projection": False}),
+                "text_encoder_2": TextPart(build_t5_encoder, build_t5_tokenizer, {"silent": False}, section="t5"),
+            },
+            infer=infer,
+            outputs=lambda transformer: [transformer.proj_out],
         )
+        return build_pipeline(blueprint, description, seed)
 
     @classmethod
     def channels_of(cls, latent_channels: int, spatial_factor: int) -> dict[str, int]:
@@ -116,10 +98,13 @@ class Flux(KLLatents, FlowTokens):
         )
         return {"prompt_embeds": prompt_embeds, "pooled": pooled}
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        check_size(height, width, factor * PATCH, frames)
-        return (self.pipeline.vae.config.latent_channels, height // factor, width // factor)
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        clip = self.pipeline.text_encoder
+        t5 = self.pipeline.text_encoder_2
+        return {
+            **text_shapes(self.max_sequence_length, t5.config.d_model, t5.dtype),
+            "pooled": ((clip.config.hidden_size,), clip.dtype),
+        }
 
     @property
     def gives_sigmas(self) -> bool:
@@ -163,7 +148,7 @@ class Flux(KLLatents, FlowTokens):
         return unpack(velocity[:, : num_tokens(latents.shape)], *latents.shape[-2:])
 
 
-class FluxKontext(Flux):
+class FluxKontext(SourceLatents, Flux):
     """FLUX.1 Kontext: the tokens of the image to be edited follow those of the image that is made.
 
     The image keeps its size, whereas diffusers' pipeline first resizes it to one of the sizes that the model was
@@ -171,13 +156,6 @@ class FluxKontext(Flux):
     """
 
     pipeline_class: ClassVar[str] = "FluxKontextPipeline"
-    takes_image: ClassVar[bool] = True
-
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``embed_prompts`` returns, and ``image_latents`` ``[1, C, H, W]``."""
-        self.latent_shape(*image.shape[:2])  # raises ValueError for a size that does not divide
-        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
-        return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels)}
 
 
 def patch_ids(latents: Tensor, image: int) -> Tensor:

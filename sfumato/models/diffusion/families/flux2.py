@@ -14,24 +14,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import (
-    PATCH,
-    FlowTokens,
-    KLLatents,
-    check_size,
-    encode_sources,
-    grid_ids,
-    source_shape,
-    split_images,
-    text_shapes,
-)
+from sfumato.models.diffusion.flux2_latents import Flux2Latents
+from sfumato.models.diffusion.latents import PATCH, SourceLatents, grid_ids, split_images, text_shapes
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
 from sfumato.models.diffusion.scratch_encoders import (
@@ -49,49 +39,6 @@ SOURCE_STEP = 10
 
 TRAINED_STEPS = 50
 """Steps whose shift training has: the schedule depends on their number, and the pipelines take so many by default."""
-
-
-class Flux2Latents(KLLatents, FlowTokens):
-    """Base class of families with latents of AutoencoderKLFlux2: patches of 2 x 2, normalised by its batch norm."""
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        check_size(height, width, self.probe_size, frames)
-        channels = self.pipeline.vae.config.latent_channels * PATCH**2
-        return (channels, height // self.probe_size, width // self.probe_size)
-
-    def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return (self.to_patches(super().pixels_to_latents(pixels)) - mean) / std
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics()
-        return super().latents_to_pixels(self.from_patches(latents.float() * std + mean))
-
-    def to_patches(self, latents: Tensor) -> Tensor:
-        """Patches ``[B, 4C, H/2, W/2]`` of latents ``[B, C, H, W]``, in the order of the batch norm's channels."""
-        return torch.nn.functional.pixel_unshuffle(latents, PATCH)
-
-    def from_patches(self, patches: Tensor) -> Tensor:
-        """The inverse of ``to_patches``."""
-        return torch.nn.functional.pixel_shuffle(patches, PATCH)
-
-    @property
-    def batch_norm_eps(self) -> float:
-        """What is added to the variances."""
-        return self.pipeline.vae.config.batch_norm_eps
-
-    def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
-        return 0.0, 1.0  # patches are normalised instead
-
-    def _statistics(self) -> tuple[Tensor, Tensor]:
-        """Mean and standard deviation of each channel of the patches, ``[C, 1, 1]``."""
-        vae = self.pipeline.vae
-        variance = vae.bn.running_var.float() + self.batch_norm_eps
-        return vae.bn.running_mean.float()[:, None, None], variance.sqrt()[:, None, None]
-
-    @property
-    def patch(self) -> int:
-        return 1  # latents are patches already
 
 
 class Flux2Klein(Flux2Latents):
@@ -171,21 +118,11 @@ class Flux2Klein(Flux2Latents):
         return velocity[:, : rows * columns].transpose(1, 2).unflatten(2, (rows, columns))
 
 
-class Flux2KleinEdit(Flux2Klein):
+class Flux2KleinEdit(SourceLatents, Flux2Klein):
     """FLUX.2 klein with source images. They have the size of the image that is made, whereas diffusers' pipeline keeps
     theirs up to a megapixel."""
 
-    takes_image: ClassVar[bool] = True
     most_source_images = MOST_SOURCE_IMAGES
-
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``embed_prompts`` returns, and ``image_latents`` ``[1, C, H, W]``, of several ``[1, S, C, H, W]``."""
-        self.latent_shape(*image.shape[-3:-1])  # raises ValueError for a size that does not divide
-        return {**self.embed_prompts([prompt]), "image_latents": encode_sources(self, image)}
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        shapes = super().embedding_shapes(height, width)
-        return shapes | {"image_latents": (source_shape(self, height, width), torch.float32)}
 
 
 class Flux2(Flux2Klein):

@@ -63,13 +63,9 @@ class FluxFill(Flux):
         }
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder_2
-        channels, rows, columns = self.latent_shape(height, width)
-        return {
-            "prompt_embeds": ((self.max_sequence_length, encoder.config.d_model), encoder.dtype),
-            "pooled": ((self.pipeline.text_encoder.config.hidden_size,), self.pipeline.text_encoder.dtype),
-            "image_latents": ((channels + self.pipeline.vae_scale_factor**2, rows, columns), torch.float32),
-        }
+        channels, *sides = self.latent_shape(height, width)
+        shape = (channels + self.pipeline.vae_scale_factor**2, *sides)
+        return {**super().embedding_shapes(height, width), "image_latents": (shape, torch.float32)}
 
     def image_tokens(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         source_tokens = pack(embeddings["image_latents"].to(self.input_dtype))

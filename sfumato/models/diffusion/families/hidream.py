@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, check_size, num_tokens
+from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, num_tokens
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -123,13 +123,11 @@ class HiDream(KLLatents, FlowSchedule):
         return calculate_shift(self.denoiser.max_seq)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        unit = self.probe_size
-        check_size(height, width, unit, frames)
-        shape = (self.denoiser.config.in_channels, height // self.vae_factor, width // self.vae_factor)
+        shape = super().latent_shape(height, width, frames)
         # what is no square is filled up to the largest number of tokens
         most_tokens = self.denoiser.max_seq
         if height != width and num_tokens(shape, self.patch) > most_tokens:
-            longest = most_tokens * unit // min(height, width) * unit
+            longest = most_tokens * self.probe_size // min(height, width) * self.probe_size
             raise ValueError(
                 f"height {height} and width {width}: the longer side may be {longest} pixels at most: it has no more "
                 "positions"

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline, make_empty_pipeline
 from sfumato.models.diffusion.hunyuan_text import HunyuanText
-from sfumato.models.diffusion.latents import KLLatents, check_size
+from sfumato.models.diffusion.latents import KLLatents
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_qwen_vl_encoder, build_t5_encoder
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_image_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer
@@ -46,8 +46,7 @@ class HunyuanImage(KLLatents, HunyuanText):
         """Builds a pipeline with random weights, without guiders; sections are those of ``build_pipeline``."""
         import diffusers
 
-        # A pipeline's template is an attribute, which it sets when it is made.
-        template = make_empty_pipeline().prompt_template_encode
+        template = make_empty_pipeline(diffusers.HunyuanImagePipeline).prompt_template_encode
         blueprint = Blueprint(
             pipeline=diffusers.HunyuanImagePipeline,
             denoiser=diffusers.HunyuanImageTransformer2DModel,
@@ -102,11 +101,6 @@ class HunyuanImage(KLLatents, HunyuanText):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.denoiser.config.patch_size[0]
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        check_size(height, width, self.probe_size, frames)
-        return (self.denoiser.config.in_channels, height // factor, width // factor)
-
     def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
         return 0.0, self.pipeline.vae.config.scaling_factor
 
@@ -123,11 +117,3 @@ class HunyuanImage(KLLatents, HunyuanText):
                 **guidance,
                 **self.text_inputs(embeddings),
             )[0]
-
-
-def make_empty_pipeline() -> DiffusionPipeline:
-    """A HunyuanImagePipeline without components."""
-    from diffusers import HunyuanImagePipeline
-
-    names = ("scheduler", "vae", "text_encoder", "tokenizer", "text_encoder_2", "tokenizer_2", "transformer")
-    return HunyuanImagePipeline(**dict.fromkeys(names))  # pyright: ignore[reportArgumentType]

@@ -17,17 +17,17 @@ from torch import Tensor, nn
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion.described import Blueprint
 from sfumato.models.diffusion.families.hunyuan_video15 import HunyuanVideo15
+from sfumato.models.diffusion.latents import SourceLatents
 from sfumato.models.diffusion.scratch_encoders import build_siglip_processor, build_siglip_vision_encoder
 
 
-class HunyuanVideo15ImageToVideo(HunyuanVideo15):
+class HunyuanVideo15ImageToVideo(SourceLatents, HunyuanVideo15):
     """HunyuanVideo 1.5 from a first frame and a text. ``frames`` must be set before images are embedded.
 
     The frame keeps its size, whereas diffusers' pipeline first brings it to one that the model was trained with.
     """
 
     pipeline_class: ClassVar[str] = "HunyuanVideo15ImageToVideoPipeline"
-    takes_image: ClassVar[bool] = True
     encoder_names: ClassVar[tuple[str, ...]] = (*HunyuanVideo15.encoder_names, "image_encoder")
 
     @classmethod
@@ -51,19 +51,17 @@ class HunyuanVideo15ImageToVideo(HunyuanVideo15):
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``embed_prompts`` returns, ``image_latents`` ``[1, C, 1, H, W]``, and ``image_embeds`` ``[1, T, D]``."""
-        self.latent_shape(*image.shape[:2], self.frames)  # pyright: ignore[reportCallIssue]
-        pixels = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None]
+        embeddings = super().embed_edit(prompt, image)
         seen = self.pipeline.encode_image(
             Image.fromarray(image), batch_size=1, device=self.device, dtype=self.pipeline.image_encoder.dtype
         )
-        return {**self.embed_prompts([prompt]), "image_latents": self.encode_pixels(pixels), "image_embeds": seen}
+        return {**embeddings, "image_embeds": seen}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.image_encoder
         num_tokens = (encoder.config.image_size // encoder.config.patch_size) ** 2
         return {
             **super().embedding_shapes(height, width),
-            "image_latents": (self.latent_shape(height, width), torch.float32),
             "image_embeds": ((num_tokens, encoder.config.hidden_size), encoder.dtype),
         }
 

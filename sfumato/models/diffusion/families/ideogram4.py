@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.families.flux2 import Flux2Latents
-from sfumato.models.diffusion.latents import PATCH, grid_ids, text_shapes
+from sfumato.models.diffusion.flux2_latents import Flux2Latents
+from sfumato.models.diffusion.latents import PATCH, embed_one_by_one, grid_ids, text_shapes
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder, build_qwen3_vl_tokenizer
 from sfumato.models.diffusion.valueless_masks import compute_positions_off_meta
@@ -121,19 +121,18 @@ class Ideogram4(Flux2Latents):
         """
         length = self.max_sequence_length
         tokenizer = self.pipeline.tokenizer
-        embeddings = {}
-        lengths = {}
-        for prompt in dict.fromkeys(prompts):
+
+        def embed(prompt: str) -> dict[str, Tensor]:
             num_tokens = len(tokenizer(self.prompt_as_read(prompt), add_special_tokens=False)["input_ids"])
             features = self.pipeline.encode_prompt(prompt, 0, 0, num_tokens, self.device)[0][0, :length]
-            embeddings[prompt] = torch.nn.functional.pad(features, (0, 0, length - len(features), 0))
-            lengths[prompt] = len(features)
-        embeds = torch.stack([embeddings[prompt] for prompt in prompts])
-        starts = torch.tensor([length - lengths[prompt] for prompt in prompts], device=embeds.device)
-        return {
-            "prompt_embeds": embeds.to(self.pipeline.text_encoder.dtype),  # the pipeline made float32 of them
-            "prompt_mask": torch.arange(length, device=embeds.device) >= starts[:, None],
-        }
+            start = length - len(features)
+            embeds = torch.nn.functional.pad(features, (0, 0, start, 0))[None]
+            return {
+                "prompt_embeds": embeds.to(self.pipeline.text_encoder.dtype),  # the pipeline made float32 of them
+                "prompt_mask": torch.arange(length, device=embeds.device)[None] >= start,
+            }
+
+        return embed_one_by_one(prompts, embed)
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder

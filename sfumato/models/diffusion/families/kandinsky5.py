@@ -6,8 +6,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from sfumato.models.diffusion.kandinsky_text import LARGEST_GRID, KandinskyText
-from sfumato.models.diffusion.latents import PATCH, KLLatents, check_size
+from sfumato.models.diffusion.kandinsky_text import KandinskyText
+from sfumato.models.diffusion.latents import PATCH, KLLatents
 from sfumato.models.diffusion.scratch import build_autoencoder
 
 
@@ -31,10 +31,6 @@ class Kandinsky5(KLLatents, KandinskyText):
     @property
     def probe_size(self) -> int:
         return self.vae_factor * PATCH
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        check_size(height, width, self.probe_size, frames, longest=self.probe_size * LARGEST_GRID)
-        return (self.denoiser.config.in_visual_dim, height // self.vae_factor, width // self.vae_factor)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.predict_rows(latents[:, :, None], sigma, embeddings)[:, :, 0]

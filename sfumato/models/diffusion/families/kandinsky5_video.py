@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.kandinsky_text import LARGEST_GRID, KandinskyText
-from sfumato.models.diffusion.latents import PATCH, ScaledVideoLatents, check_size
+from sfumato.models.diffusion.latents import PATCH, ScaledVideoLatents
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video_autoencoder
 
 if TYPE_CHECKING:
@@ -42,7 +42,6 @@ class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
         return PATCH
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        check_size(height, width, self.probe_size, longest=self.probe_size * LARGEST_GRID)
         shape = super().latent_shape(height, width, frames)
         if shape[1] > LARGEST_GRID:
             raise ValueError(f"frames {frames}: there are positions for {LARGEST_GRID} latent frames only")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion.families.kandinsky5_video import Kandinsky5Video
-from sfumato.models.diffusion.latents import encode_sources, lead_to_given
+from sfumato.models.diffusion.latents import SourceLatents, lead_to_given
 
 ADJUSTED_FRAMES = 4
 """Latent frames at the start of a video whose mean and deviation the pipeline brings near those of later ones."""
@@ -19,26 +17,13 @@ LATER_FRAMES = 5
 """Most latent frames after them that the pipeline takes for that."""
 
 
-class Kandinsky5ImageToVideo(Kandinsky5Video):
+class Kandinsky5ImageToVideo(SourceLatents, Kandinsky5Video):
     """Kandinsky 5 Video from a first frame and a text. ``frames`` must be set before images are embedded.
 
     Of the frame's latents the mode is taken, where diffusers draws them at random.
     """
 
     pipeline_class: ClassVar[str] = "Kandinsky5I2VPipeline"
-    takes_image: ClassVar[bool] = True
-
-    def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
-        """What ``embed_prompts`` returns, and ``image_latents`` ``[1, C, 1, H, W]`` of the first frame."""
-        height, width, _ = image.shape
-        self.latent_shape(height, width, self.frames)
-        return {**self.embed_prompts([prompt]), "image_latents": encode_sources(self, image)}
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        return {
-            **super().embedding_shapes(height, width),
-            "image_latents": (self.latent_shape(height, width), torch.float32),
-        }
 
     def network_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         frame = embeddings["image_latents"].to(latents)

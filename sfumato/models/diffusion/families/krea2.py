@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, ClassVar, cast
 import torch
 from torch import Tensor
 
-from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.families.qwen_image import QwenLatents
-from sfumato.models.diffusion.latents import PATCH, grid_ids, pack, unpack
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline, make_empty_pipeline
+from sfumato.models.diffusion.latents import PATCH, QwenLatents, grid_ids, pack, unpack
 from sfumato.models.diffusion.scratch import build_qwen_autoencoder, build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder
 from sfumato.parallel.plan import ParallelPlan
@@ -48,9 +46,7 @@ class Krea2(QwenLatents):
         import diffusers
 
         layers = cast("Sequence[int] | None", description.get("text_encoder_select_layers"))
-        parts: Keywords = dict.fromkeys(["scheduler", "vae", "text_encoder", "tokenizer", "transformer"])
-        # A pipeline without components is made only to read its template.
-        empty = diffusers.Krea2Pipeline(**parts)
+        empty = make_empty_pipeline(diffusers.Krea2Pipeline)
         template = empty.prompt_template_encode_prefix + empty.prompt_template_encode_suffix
         text = TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {"generates": False}, {"template": template})
         blueprint = Blueprint(

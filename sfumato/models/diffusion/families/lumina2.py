@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, check_size, text_shapes, token_counts
+from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, text_shapes, token_counts
 from sfumato.models.diffusion.scratch import build_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_gemma2_encoder, build_gemma_tokenizer
 from sfumato.parallel.plan import ParallelPlan
@@ -97,11 +97,9 @@ class Lumina2(KLLatents, FlowSchedule):
     def probe_size(self) -> int:
         return self.pipeline.vae_scale_factor * self.patch
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        unit = self.probe_size
-        check_size(height, width, unit, frames, longest=unit * min(self.denoiser.config.axes_lens[1:]))
-        return (self.denoiser.config.in_channels, height // factor, width // factor)
+    @property
+    def longest_side(self) -> int:
+        return self.probe_size * min(self.denoiser.config.axes_lens[1:])
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance, after which every row of pixels has its norm in the conditional branch.

@@ -26,11 +26,13 @@ from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.families.qwen_image import QwenLatents
 from sfumato.models.diffusion.latents import (
+    QwenLatents,
+    embed_one_by_one,
     encode_sources,
     num_tokens,
     padded,
+    padded_with_images,
     source_shape,
     split_images,
     text_shapes,
@@ -136,12 +138,10 @@ class QwenImage21(QwenLatents):
         What the encoder makes of a token does not depend on later ones, so longer prompts are cut afterwards.
         """
         length = self.max_sequence_length
-        embeddings = {
-            prompt: padded(self.pipeline.encode_prompt(prompt, device=self.device)[0][:, :length], length)
-            for prompt in dict.fromkeys(prompts)  # one by one: a batch would be padded to the longest
-        }
-        names = embeddings[prompts[0]]
-        return {name: torch.cat([embeddings[prompt][name] for prompt in prompts]) for name in names}
+        return embed_one_by_one(
+            prompts,
+            lambda prompt: padded(self.pipeline.encode_prompt(prompt, device=self.device)[0][:, :length], length),
+        )
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder
@@ -227,19 +227,20 @@ class QwenImage21Edit(QwenImage21):
                 f"{image.shape[-3]} x {image.shape[-2]} pixels in place of {expected}: take sizes between its "
                 "min_pixels and max_pixels"
             )
-        length = self.max_sequence_length + expected
-        if embeds.shape[1] > length:
-            raise ConfigError(
-                f"model.max_sequence_length {self.max_sequence_length}: this prompt takes "
-                f"{embeds.shape[1] - expected} tokens, and one that goes with an image cannot be cut: {prompt!r}"
-            )
-        is_slot = torch.nn.functional.pad(is_slot, (0, length - is_slot.shape[1]))
-        return {**padded(embeds, length), "image_slots": is_slot, "image_latents": encode_sources(self, image)}
+        embeddings = padded_with_images(self, prompt, embeds, expected)
+        num_padding = embeddings["prompt_mask"].shape[1] - is_slot.shape[1]
+        return {
+            **embeddings,
+            "image_slots": torch.nn.functional.pad(is_slot, (0, num_padding)),
+            "image_latents": encode_sources(self, image),
+        }
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         num_slots = self.max_source_images * num_tokens(self.latent_shape(height, width), 1) // SLOT
         length = self.max_sequence_length + num_slots
-        shapes: dict[str, tuple[Sequence[int], torch.dtype]] = super().embedding_shapes(height, width)
-        shapes = {name: ((length, *shape[1:]), dtype) for name, (shape, dtype) in shapes.items()}
-        shapes["image_slots"] = ((length,), torch.bool)
-        return shapes | {"image_latents": (source_shape(self, height, width), torch.float32)}
+        encoder = self.pipeline.text_encoder
+        return {
+            **text_shapes(length, encoder.config.text_config.hidden_size, encoder.dtype, torch.bool),
+            "image_slots": ((length,), torch.bool),
+            "image_latents": (source_shape(self, height, width), torch.float32),
+        }

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, check_size, text_shapes
+from sfumato.models.diffusion.latents import FlowSchedule, check_size, embed_one_by_one, text_shapes
 from sfumato.models.diffusion.scratch_autoencoders import build_dc_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_gemma2_encoder, build_gemma_tokenizer
 from sfumato.parallel.plan import ParallelPlan
@@ -41,8 +41,8 @@ class SanaText(FlowSchedule):
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``."""
         instructions = inspect.signature(self.pipeline_type().__call__).parameters["complex_human_instruction"].default
-        rows = {}
-        for prompt in dict.fromkeys(prompts):
+
+        def embed(prompt: str) -> dict[str, Tensor]:
             embeds, mask, *_ = self.pipeline.encode_prompt(
                 prompt,
                 do_classifier_free_guidance=False,
@@ -50,9 +50,9 @@ class SanaText(FlowSchedule):
                 max_sequence_length=self.max_sequence_length,
                 complex_human_instruction=instructions if prompt else None,
             )
-            rows[prompt] = (embeds, mask.bool())
-        embeds, masks = (torch.cat([rows[prompt][index] for prompt in prompts]) for index in (0, 1))
-        return {"prompt_embeds": embeds, "prompt_mask": masks}
+            return {"prompt_embeds": embeds, "prompt_mask": mask.bool()}
+
+        return embed_one_by_one(prompts, embed)
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder

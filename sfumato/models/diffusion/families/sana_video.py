@@ -12,7 +12,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.families.sana import PUBLISHED_SCHEDULE, SanaText
-from sfumato.models.diffusion.latents import VideoLatents, check_frames, check_size
+from sfumato.models.diffusion.latents import VideoLatents
 from sfumato.models.diffusion.scratch import build_wan_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_gemma2_encoder, build_gemma_tokenizer
 from sfumato.parallel.plan import ParallelPlan
@@ -58,12 +58,5 @@ class SanaVideo(SanaText, VideoLatents):
         return build_pipeline(blueprint, description, seed)
 
     @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor_spatial * self.denoiser.config.patch_size[1]
-
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor_spatial
-        unit = self.probe_size
-        check_size(height, width, unit, longest=unit * self.denoiser.config.rope_max_seq_len)
-        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
-        return (self.denoiser.config.in_channels, latent_frames, height // factor, width // factor)
+    def longest_side(self) -> int:
+        return self.probe_size * self.denoiser.config.rope_max_seq_len

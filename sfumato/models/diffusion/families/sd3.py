@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, check_size
+from sfumato.models.diffusion.latents import FlowSchedule, KLLatents
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
@@ -125,11 +125,9 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         )
         return {"prompt_embeds": prompt_embeds, "pooled": pooled}
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        unit = self.probe_size
-        check_size(height, width, unit, frames, longest=unit * self.denoiser.config.pos_embed_max_size)
-        return (self.denoiser.config.in_channels, height // factor, width // factor)
+    @property
+    def longest_side(self) -> int:
+        return self.probe_size * self.denoiser.config.pos_embed_max_size
 
     @property
     def probe_size(self) -> int:

@@ -17,15 +17,9 @@ import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, check_size, token_counts
-from sfumato.models.diffusion.scratch import (
-    build_autoencoder,
-    build_qwen3_encoder,
-    build_qwen_tokenizer,
-    section_of,
-    start_at_zero,
-    unknown_keys,
-)
+from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, padded, text_shapes, token_counts
+from sfumato.models.diffusion.scratch import build_autoencoder, build_qwen3_encoder, build_qwen_tokenizer
 from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -43,35 +37,21 @@ class ZImage(KLLatents, FlowTokens):
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights.
+        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
+        import diffusers
 
-        Sections are ``transformer``, ``scheduler`` (arguments of their diffusers classes), ``vae``, ``text_encoder``
-        (width, layers, ... of Qwen3) and ``tokenizer`` (words). Channels and text width of the transformer follow from
-        the other sections.
-        """
-        from diffusers import FlowMatchEulerDiscreteScheduler, ZImagePipeline, ZImageTransformer2DModel
-
-        unknown_keys(description, {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer"})
-        denoiser = section_of(description, "transformer", ZImageTransformer2DModel)
-        vae_settings = section_of(description, "vae", build_autoencoder)
-        scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)
-        words = section_of(description, "tokenizer", build_qwen_tokenizer, reserved=["template"])
-        text = section_of(description, "text_encoder", build_qwen3_encoder, reserved=["tokenizer"])
-        tokenizer = build_qwen_tokenizer(**words)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            encoder = build_qwen3_encoder(tokenizer, **text)
-            vae = build_autoencoder(**vae_settings)
-            inferred = {"in_channels": vae.config.latent_channels, "cap_feat_dim": encoder.config.hidden_size}  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
-            transformer = ZImageTransformer2DModel(**{**inferred, **denoiser})
-            start_at_zero(*(layer.linear for layer in transformer.all_final_layer.values()))  # pyright: ignore[reportArgumentType]
-        return ZImagePipeline(
-            transformer=transformer,
-            scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
-            vae=vae,
-            text_encoder=encoder,
-            tokenizer=tokenizer,  # pyright: ignore[reportArgumentType]
+        blueprint = Blueprint(
+            pipeline=diffusers.ZImagePipeline,
+            denoiser=diffusers.ZImageTransformer2DModel,
+            vae=build_autoencoder,
+            texts={"text_encoder": TextPart(build_qwen3_encoder, build_qwen_tokenizer, {}, {"template": ""})},
+            infer=lambda parts: {
+                "in_channels": parts["vae"].config.latent_channels,
+                "cap_feat_dim": parts["text_encoder"].config.hidden_size,
+            },
+            outputs=lambda transformer: [layer.linear for layer in transformer.all_final_layer.values()],
         )
+        return build_pipeline(blueprint, description, seed)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt as a message of a chat, with the chat template."""
@@ -86,23 +66,16 @@ class ZImage(KLLatents, FlowTokens):
         rows, _ = self.pipeline.encode_prompt(
             list(prompts), device=self.device, do_classifier_free_guidance=False, max_sequence_length=length
         )
-        embeds = [torch.nn.functional.pad(row, (0, 0, 0, length - len(row))) for row in rows]
-        masks = [torch.arange(length, device=row.device) < len(row) for row in rows]
-        return {"prompt_embeds": torch.stack(embeds), "prompt_mask": torch.stack(masks)}
+        parts = [padded(row[None], length) for row in rows]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder
-        length = self.max_sequence_length
-        return {
-            "prompt_embeds": ((length, encoder.config.hidden_size), encoder.dtype),
-            "prompt_mask": ((length,), torch.bool),
-        }
+        return text_shapes(self.max_sequence_length, encoder.config.hidden_size, encoder.dtype, torch.bool)
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor
-        unit = self.probe_size
-        check_size(height, width, unit, frames, longest=unit * min(self.denoiser.config.axes_lens[1:]))
-        return (self.denoiser.config.in_channels, height // factor, width // factor)
+    @property
+    def longest_side(self) -> int:
+        return self.probe_size * min(self.denoiser.config.axes_lens[1:])
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         lengths = token_counts(embeddings["prompt_mask"])
