@@ -27,7 +27,8 @@ from sfumato.data.loader import IndexBatch
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import OnlineEncoder
-from sfumato.models.diffusion.families.stable_diffusion import StableDiffusion, StableDiffusionXL
+from sfumato.models.diffusion.families.stable_diffusion import StableDiffusion
+from sfumato.models.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.policies import Policies

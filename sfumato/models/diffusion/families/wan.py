@@ -12,17 +12,15 @@ which are trained as one module. Wan 2.2 5B gives each token its own timestep (`
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.config.sections import TrainConfig
-from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.families.wan_pair import WanPair
-from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, check_frames, check_size
+from sfumato.models.diffusion.families.wan_pair import WanDenoisers
+from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, text_shapes
 from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
     build_t5_tokenizer,
@@ -32,13 +30,11 @@ from sfumato.models.diffusion.scratch import (
     start_at_zero,
     unknown_keys,
 )
-from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-    from sfumato.models.diffusion.base import DiffusersModule
 
 SETTINGS = ("boundary_ratio", "expand_timesteps")
 """Arguments of the pipeline that a description may set besides its sections."""
@@ -72,13 +68,12 @@ ALMOST_ONE = 2e-6
 """A noise level closer to 1 than this becomes 1: UniPC's schedule avoids 1 for a logarithm that is not needed here."""
 
 
-class Wan(VideoLatents, FlowSchedule):
+class Wan(WanDenoisers, VideoLatents, FlowSchedule):
     """Text to video."""
 
     pipeline_class: ClassVar[str] = "WanPipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.WAN
     lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
-    further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
     caches_steps: ClassVar[bool] = True
     knows_size: ClassVar[bool] = False
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
@@ -91,25 +86,6 @@ class Wan(VideoLatents, FlowSchedule):
         "tokenizer",
     )
     """Names of the sections of a description."""
-
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
-        """As ``DiffusionModel``. Raises ConfigError when a pipeline with two transformers lacks what they need."""
-        self.guidance_scale_2: float | None = None
-        """Guidance scale of the second of two transformers, for low noise levels; None is that of the first one."""
-        first = pipeline.transformer
-        second = pipeline.transformer_2
-        if second is not None:
-            ratio = pipeline.config.boundary_ratio  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
-            if first is None or ratio is None:
-                raise ConfigError(
-                    f"{self.pipeline_class}: transformer_2 needs transformer and boundary_ratio in model_index.json"
-                )
-            boundary = ratio * pipeline.scheduler.config.num_train_timesteps
-            pipeline.transformer = WanPair(first, second, boundary)
-            pipeline.transformer_2 = None
-            self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
-            self.caches_steps = False  # type: ignore[misc]
-        super().__init__(pipeline, *args, **kwargs)
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
@@ -159,18 +135,10 @@ class Wan(VideoLatents, FlowSchedule):
         channels = parts["vae"].config.z_dim
         return {"in_channels": channels, "out_channels": channels, "text_dim": parts["text_encoder"].config.d_model}
 
-    def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
-        return dict(denoiser.named_children()) if isinstance(denoiser, WanPair) else {self.denoiser_name: denoiser}
-
     def comfyui_name(self, layer: str) -> str:
         for name, published in COMFYUI_NAMES.items():
             layer = layer.replace(name, published)
         return f"diffusion_model.{layer}"
-
-    @property
-    def _network(self) -> DiffusersModule:
-        """The transformer, or the first of two, whose configuration holds for both."""
-        return getattr(self.denoiser, "transformer", self.denoiser)
 
     @property
     def input_dtype(self) -> torch.dtype:
@@ -192,35 +160,20 @@ class Wan(VideoLatents, FlowSchedule):
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         encoder = self.pipeline.text_encoder
-        return {"prompt_embeds": ((self.max_sequence_length, encoder.config.d_model), encoder.dtype)}
+        return text_shapes(self.max_sequence_length, encoder.config.d_model, encoder.dtype)
 
     @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor_spatial * self._network.config.patch_size[1]
+    def spatial_patch(self) -> int:
+        return self._network.config.patch_size[1]
 
-    def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
-        factor = self.pipeline.vae_scale_factor_spatial
-        unit = self.probe_size
-        check_size(height, width, unit, longest=unit * self._network.config.rope_max_seq_len)
-        latent_frames = check_frames(frames, self.pipeline.vae_scale_factor_temporal)
-        return (self.pipeline.vae.config.z_dim, latent_frames, height // factor, width // factor)
+    @property
+    def longest_side(self) -> int:
+        return self.probe_size * self._network.config.rope_max_seq_len
 
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """Noise levels of the pipeline's scheduler; a first one of 1 - 1e-6 becomes 1 (see ``ALMOST_ONE``)."""
         sigmas = super().sigmas(num_steps, latent_shape)
         return torch.where(sigmas > 1 - ALMOST_ONE, 1.0, sigmas)
-
-    def set_second_guidance(self, scale: float) -> None:
-        if not isinstance(self.denoiser, WanPair):
-            super().set_second_guidance(scale)
-        self.guidance_scale_2 = scale
-
-    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
-        pair = self.denoiser
-        if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
-            return scale
-        scales = torch.where(self.timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
-        return scales.reshape(-1, 1, 1, 1, 1)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.denoiser(
@@ -229,26 +182,6 @@ class Wan(VideoLatents, FlowSchedule):
             encoder_hidden_states=embeddings["prompt_embeds"].to(latents.dtype),
             return_dict=False,
         )[0]
-
-    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
-        is_pair = isinstance(self.denoiser, WanPair)
-        if is_pair:
-            if config.enable_forward_prefetch:
-                raise ConfigError(
-                    "train.enable_forward_prefetch: of Wan's two transformers often only one runs, so the next block "
-                    "is not known: set it to false"
-                )
-            if config.data_parallel_mode == "fsdp1":
-                raise ConfigError(
-                    "train.data_parallel_mode fsdp1 loses gradients of Wan's two transformers: take fsdp2 or ddp"
-                )
-            self.denoiser.mesh = mesh  # pyright: ignore[reportArgumentType]
-        super().parallelize(mesh, config)
-        if is_pair and self._dropout is not None:
-            raise ConfigError(
-                "model.lora.dropout: the two transformers take rows of a batch apart, so what is dropped cannot follow "
-                "the sample: set it to 0"
-            )
 
 
 def _build_transformer(settings: Keywords) -> nn.Module:

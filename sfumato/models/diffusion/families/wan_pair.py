@@ -1,4 +1,7 @@
-"""Wan 2.2's two transformers, one for high noise levels and one for low ones, as one module that is trained."""
+"""Wan 2.2's two transformers, one for high noise levels and one for low ones, as one module that is trained.
+
+``WanDenoisers`` is what the families do with them.
+"""
 
 
 # diffusers fills its namespaces lazily, which type checkers do not see
@@ -6,16 +9,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from sfumato.config.open_mappings import JsonObject
+from sfumato.config.sections import TrainConfig
+from sfumato.errors import ConfigError
+from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.latents import FlowSchedule
 from sfumato.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from peft import LoraConfig
 
     from sfumato.models.diffusion.base import DiffusersModule
@@ -107,3 +115,68 @@ class WanPair(nn.Module):
         if torch.is_grad_enabled():
             return True
         return needed if self.mesh.layout.dp_shard == 1 else self.mesh.any(needed)
+
+
+class WanDenoisers(FlowSchedule):
+    """What Wan's families do with one transformer, or with two as a ``WanPair``."""
+
+    further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
+
+    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+        """As ``DiffusionModel``. Raises ConfigError when a pipeline with two transformers lacks what they need."""
+        self.guidance_scale_2: float | None = None
+        """Guidance scale of the second of two transformers, for low noise levels; None is that of the first one."""
+        first = pipeline.transformer
+        second = pipeline.transformer_2
+        if second is not None:
+            ratio = pipeline.config.boundary_ratio  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+            if first is None or ratio is None:
+                raise ConfigError(
+                    f"{self.pipeline_class}: transformer_2 needs transformer and boundary_ratio in model_index.json"
+                )
+            boundary = ratio * pipeline.scheduler.config.num_train_timesteps
+            pipeline.transformer = WanPair(first, second, boundary)
+            pipeline.transformer_2 = None
+            self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
+            self.caches_steps = False  # type: ignore[misc]
+        super().__init__(pipeline, *args, **kwargs)
+
+    @property
+    def _network(self) -> DiffusersModule:
+        """The transformer, or the first of two, whose configuration holds for both."""
+        return getattr(self.denoiser, "transformer", self.denoiser)
+
+    def split_denoiser(self, denoiser: nn.Module) -> dict[str, nn.Module]:
+        return dict(denoiser.named_children()) if isinstance(denoiser, WanPair) else {self.denoiser_name: denoiser}
+
+    def set_second_guidance(self, scale: float) -> None:
+        if not isinstance(self.denoiser, WanPair):
+            super().set_second_guidance(scale)
+        self.guidance_scale_2 = scale
+
+    def guidance_at(self, scale: float, sigma: Tensor) -> float | Tensor:
+        pair = self.denoiser
+        if self.guidance_scale_2 is None or not hasattr(pair, "boundary"):
+            return scale
+        scales = torch.where(self.timestep(sigma) >= pair.boundary, scale, self.guidance_scale_2)
+        return scales.reshape(-1, 1, 1, 1, 1)
+
+    def parallelize(self, mesh: Mesh, config: TrainConfig) -> None:
+        is_pair = isinstance(self.denoiser, WanPair)
+        if is_pair:
+            if config.enable_forward_prefetch:
+                raise ConfigError(
+                    "train.enable_forward_prefetch: of Wan's two transformers often only one runs, so the next block "
+                    "is not known: set it to false"
+                )
+            if config.data_parallel_mode == "fsdp1":
+                raise ConfigError(
+                    "train.data_parallel_mode fsdp1 loses gradients of Wan's two transformers: take fsdp2 or ddp"
+                )
+            self.denoiser.mesh = mesh  # pyright: ignore[reportArgumentType]
+        super().parallelize(mesh, config)
+        if is_pair and self._dropout is not None:
+            raise ConfigError(
+                "model.lora.dropout: the two transformers take rows of a batch apart, so what is dropped cannot follow "
+                "the sample: set it to 0"
+            )
