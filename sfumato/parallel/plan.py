@@ -23,6 +23,8 @@ class Split:
     """Sequence dimension."""
     output: bool = False
     """Cut an output of the module instead of an input."""
+    may_lack: bool = False
+    """Whether a tensor with fewer dimensions, whose values are those of all tokens, is left whole."""
 
 
 @dataclass(frozen=True)

@@ -318,8 +318,9 @@ class _DiffusionSequence(_Sequence):
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         bound = signature.bind(*args, **kwargs)
         for key, cut in cuts.items():
-            if bound.arguments.get(key) is not None:
-                bound.arguments[key] = self._part(f"{name}.{key}", bound.arguments[key], cut.dim)
+            value = bound.arguments.get(key)
+            if value is not None and not (cut.may_lack and value.ndim <= cut.dim):
+                bound.arguments[key] = self._part(f"{name}.{key}", value, cut.dim)
         return bound.args, bound.kwargs
 
     def _cut_outputs(self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: object, output: Any) -> Any:

@@ -431,6 +431,8 @@ STYLES: dict[str, Meaning] = {
     "all_reduce": Meaning(apply=_apply_role(styles.AllReduced)),
     "replicate": Meaning(leaves_sums=True),
     "separate_outputs": Meaning(apply=_apply_role(styles.SeparateOutputs)),
+    # A module without weights whose outputs are for all heads.
+    "cut_heads": Meaning(apply=_apply_role(styles.CutHeads)),
 }
 
 

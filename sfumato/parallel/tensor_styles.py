@@ -410,6 +410,18 @@ class SeparateOutputs(nn.Module):
         return tuple(tensor.clone() for tensor in output) if torch.compiler.is_compiling() else output
 
 
+class CutHeads(nn.Module):
+    """A role for a module, such as one of rotary embeddings, whose outputs are for all heads: it returns those of this
+    rank's, of tensors ``[B, heads, tokens, D]`` or ``[B, tokens, heads D]``."""
+
+    tp_ranks: TensorRanks
+
+    def forward(self, *args: object, **kwargs: object) -> tuple[Tensor, ...]:
+        outputs: tuple[Tensor, ...] = super().forward(*args, **kwargs)
+        ranks = self.tp_ranks
+        return tuple(tensor.chunk(ranks.size, 1 if tensor.ndim == 4 else -1)[ranks.rank] for tensor in outputs)
+
+
 def become(module: nn.Module, role: type[nn.Module], **settings: object) -> None:
     """Gives a module another forward, which may call the original one, by changing its class, as fsdp2 does.
 

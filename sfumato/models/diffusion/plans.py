@@ -371,8 +371,46 @@ HUNYUAN_IMAGE = ParallelPlan(
 # The projections hold several matrices, of which each process would need a part.
 STABLE_AUDIO3 = ParallelPlan(blocks=("StableAudio3DiTBlock",))
 
-# Its rotary embeddings come with all heads, and each part has a sequence of its own.
-LTX2 = ParallelPlan(blocks=("LTX2VideoTransformerBlock",))
+LTX2 = ParallelPlan(
+    blocks=("LTX2VideoTransformerBlock",),
+    tensor={
+        # Rotary embeddings come with all heads.
+        **dict.fromkeys(("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope"), "cut_heads"),
+        **{
+            f"transformer_blocks.*.{attention}.{layer}": style
+            for attention in (
+                *("attn1", "attn2", "audio_attn1", "audio_attn2"),
+                *("audio_to_video_attn", "video_to_audio_attn"),
+            )
+            for layer, style in {
+                "to_q": "colwise",
+                "to_k": "colwise",
+                "to_v": "colwise",
+                "norm_q": "norm_across_heads",
+                "norm_k": "norm_across_heads",
+                "to_gate_logits": "colwise?",  # LTX-2.3: a number for each head
+                "to_out.0": "rowwise",
+            }.items()
+        },
+        **{
+            f"transformer_blocks.*.{feed_forward}.{layer}": style
+            for feed_forward in ("ff", "audio_ff")
+            for layer, style in {"net.0.proj": "colwise", "net.2": "rowwise"}.items()
+        },
+    },
+    # Video and sound are cut each by itself. Both read the whole text, and the parts of each other from all ranks.
+    sequence={
+        "": {"timestep": Split(1, may_lack=True)},  # a given first frame has a noise level of its own
+        "transformer_blocks.0": {"hidden_states": Split(1), "audio_hidden_states": Split(1)},
+        "transformer_blocks.*": {
+            name: Split(-2)  # [B, heads, tokens, D] or [B, tokens, heads D]
+            for name in ("video_rotary_emb", "audio_rotary_emb", "ca_video_rotary_emb", "ca_audio_rotary_emb")
+        },
+        "proj_out": Gather(1),
+        "audio_proj_out": Gather(1),
+    },
+    replicated_context=("transformer_blocks.*.attn2", "transformer_blocks.*.audio_attn2"),
+)
 
 # Every second block attends to a window of the sound, which sequence parallelism does not know.
 ACE_STEP = ParallelPlan(
