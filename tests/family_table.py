@@ -84,7 +84,7 @@ def line_of(pipeline_class: str, family: type[DiffusionModel]) -> str:
         takes,
         guidance_of(family, rows),
         "equal" if plan.tensor else "refused",
-        "equal" if plan.sequence else "refused",
+        ("refused" if not plan.sequence else "Ulysses equal" if plan.masks == "whole" else "equal"),
     )
     model, size, *others = cells
     return f"| {model} | {others[0]} | {size} | {' | '.join(others[1:])} |"

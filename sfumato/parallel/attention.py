@@ -284,6 +284,7 @@ def sequence_attention(
     schedule: Schedule,
     scale: float | None = None,
     key_mask: Tensor | None = None,
+    score_factors: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Softmax attention of this rank's queries over the keys and values of all ranks that share the sequence.
 
@@ -297,6 +298,8 @@ def sequence_attention(
         schedule: order of tokens and tiles.
         scale: of the scores; None is 1 / sqrt(D).
         key_mask: [B or 1, Sk] bool, false for keys of this rank that no query attends to.
+        score_factors: of this rank's queries [B or 1, S] and keys [B or 1, Sk]; their products are added to the scores,
+            after ``scale``.
 
     Returns:
         [B, H, S, Dv], in the dtype of the query (under autocast, in that of autocast).
@@ -305,13 +308,16 @@ def sequence_attention(
         ConfigError: when heads do not divide.
     """
     groups = schedule.groups
-    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     check_heads("this attention", query.shape[1], groups.ulysses_size)
     if key_mask is not None:
-        query, key = _with_bias(query, key, key_mask)
+        low = max(-1e30, torch.finfo(key.dtype).min)  # a weight of exactly 0, a finite log-sum-exp
+        query, key = _with_bias(query, key, torch.ones_like(query[:1, 0, :, 0]), torch.where(key_mask, 0.0, low))
+    if score_factors is not None:
+        query, key = _with_bias(query, key, score_factors[0] / scale, score_factors[1])
     if groups.ulysses_size == 1:
         return _RingAttention.apply(query, key, value, schedule, scale)
     key, value = (_repeat_heads(tensor, query.shape[1], groups.ulysses_size) for tensor in (key, value))
@@ -370,14 +376,16 @@ def _repeat_heads(tensor: Tensor, num_heads: int, ulysses_size: int) -> Tensor:
     return tensor.repeat_interleave(repeat, dim=1) if repeat > 1 else tensor
 
 
-def _with_bias(query: Tensor, key: Tensor, key_mask: Tensor) -> tuple[Tensor, Tensor]:
-    """Masks keys by one more feature, which adds a bias to the scores of a key (queries have a 1 there).
+def _with_bias(query: Tensor, key: Tensor, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Adds a bias to the scores by one more feature, numbers of the queries [B or 1, S] and of the keys [B or 1, Sk].
 
     It travels with the key, and needs no kernel with masks.
     """
-    low = max(-1e30, torch.finfo(key.dtype).min)  # a weight of exactly 0, a finite log-sum-exp
-    bias = torch.where(key_mask, 0.0, low).to(key.dtype)[:, None, :, None].expand(*key.shape[:-1], 1)
-    return torch.cat([query, torch.ones_like(query[..., :1])], dim=-1), torch.cat([key, bias], dim=-1)
+
+    def append(tensor: Tensor, feature: Tensor) -> Tensor:
+        return torch.cat([tensor, feature.to(tensor.dtype)[:, None, :, None].expand(*tensor.shape[:-1], 1)], dim=-1)
+
+    return append(query, queries), append(key, keys)
 
 
 class _TradeContext(FunctionCtx):

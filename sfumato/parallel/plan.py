@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from torch import nn
 
@@ -25,6 +25,9 @@ class Split:
     """Cut an output of the module instead of an input."""
     may_lack: bool = False
     """Whether a tensor with fewer dimensions, whose values are those of all tokens, is left whole."""
+    parts: tuple[str, ...] = ()
+    """For a tensor that joins several sequences: the earlier cuts of these, ``module.input``, in order. Each part is
+    cut as they are; what is behind them is this rank's already."""
 
 
 @dataclass(frozen=True)
@@ -33,22 +36,33 @@ class Gather:
 
     dim: int
     """Sequence dimension."""
+    is_cut_again: bool = False
+    """Whether a later ``Split`` cuts what is left of the sequence, so that ranks' gradients differ and are summed."""
+
+
+Cuts = Mapping[str | int, Split]
+"""Inputs by name, or outputs by position, of a module."""
 
 
 @dataclass(frozen=True)
 class ParallelPlan:
-    """How one kind of model is parallelised. Patterns are module names with ``*`` for a layer number."""
+    """How one kind of model is parallelised. Patterns are module names with ``*`` for a layer number; in ``sequence``
+    ``-1`` at the end stands for the last layer."""
 
     blocks: tuple[str, ...]
     """Class names of the repeated blocks: units of sharding, recomputation and compilation."""
     tensor: Mapping[str, str] = field(default_factory=dict)
     """Style of each linear layer under tensor parallelism: see ``sfumato.parallel.tensor``."""
-    sequence: Mapping[str, Mapping[str | int, Split] | Gather] = field(default_factory=dict)
-    """For diffusion transformers, by module pattern: inputs by name, or outputs by position, that are cut along the
-    sequence; ``Gather`` for the module whose output is joined again."""
+    sequence: Mapping[str, Cuts | Gather | tuple[Cuts, Gather]] = field(default_factory=dict)
+    """For diffusion transformers, by module pattern: inputs and outputs that are cut along the sequence, ``Gather`` for
+    the module whose output is joined again, or both."""
     replicated_context: tuple[str, ...] = ()
     """Attention modules whose keys and values come from a whole, uncut text: cross-attention, and attention that runs
     before the sequence is cut."""
+    masks: Literal["keys", "pairs", "whole"] = "keys"
+    """The attention masks of a diffusion transformer under sequence parallelism. ``keys`` are bools of this rank's
+    keys. ``pairs``, of this rank's queries and keys, are 1 or true where both are no padding; numbers are added to the
+    scores. ``whole``, of any kind, are not cut; the sequence must be one stream in its order, and not a ring's."""
     parts: tuple[str, ...] = ()
     """Names of submodules that are separate models, called independently; patterns are names inside of each."""
     decoder: str = ""
@@ -61,6 +75,14 @@ class ParallelPlan:
 def matcher(pattern: str) -> Callable[[str], object]:
     """A function that tells whether a name matches a pattern of a plan, where ``*`` stands for a number."""
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
+
+
+def find_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """The modules by name that a pattern of ``ParallelPlan.sequence`` or ``replicated_context`` names; none are {}."""
+    is_last = pattern.endswith(".-1")
+    fits = matcher(f"{pattern.removesuffix('-1')}*" if is_last else pattern)
+    matching = {name: submodule for name, submodule in module.named_modules() if fits(name)}
+    return dict([*matching.items()][-1:]) if is_last else matching
 
 
 def find_blocks(module: nn.Module, plan: ParallelPlan) -> dict[str, nn.Module]:

@@ -3,6 +3,7 @@
 import copy
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -354,6 +355,9 @@ LATE = ParallelPlan(("ToyBlock",), sequence={"out": {0: Split(1, output=True)}})
 WRONG = ParallelPlan(("ToyBlock",), sequence={"embed": {"no_such": Split(1)}})
 MISSING = ParallelPlan(("ToyBlock",), sequence={"nowhere": {0: Split(1, output=True)}})
 
+MASKED = replace(TOY, sequence={**TOY.sequence, "": {"is_read": Split(1)}}, masks="pairs")
+WHOLE = replace(TOY, masks="whole")
+
 BYPASSES = {
     "by hand": (lambda: Toy(attention_with(), ByHand()), TOY, "blocks.1 ran without the distributed attention"),
     "by hand, named": (lambda: Toy(HandAttention()), TOY, "blocks.0.mixer is a HandAttention without processor"),
@@ -366,6 +370,16 @@ BYPASSES = {
     ),
     "causal": (lambda: Toy(attention_with(is_causal=True)), TOY, "blocks.0.mixer uses is_causal"),
     "dropout": (lambda: Toy(attention_with(dropout_p=0.1)), TOY, "blocks.0.mixer uses dropout"),
+    "no pairs": (
+        lambda: Toy(attention_with(attn_mask=torch.ones(4, 4, dtype=torch.bool).tril())),
+        replace(TOY, masks="pairs"),
+        r"attn_mask \[1, 1, 4, 4\] of torch.bool that is not 1 where queries and keys are no padding",
+    ),
+    "not whole": (
+        lambda: Toy(attention_with(attn_mask=torch.zeros(4, 4))),
+        WHOLE,
+        r"attn_mask \[1, 1, 4, 4\], which is not that of its 8 tokens",
+    ),
     "not cut": (lambda: Toy(attention_with()), LATE, "blocks.0.mixer ran before the sequence was cut"),
     "no input": (lambda: Toy(attention_with()), WRONG, "embed has no input no_such"),
     "no module": (lambda: Toy(attention_with()), MISSING, "no module 'nowhere'"),
@@ -390,6 +404,77 @@ def refused_bypasses() -> dict[str, str]:
         name: refusal(model, plan, lambda module, mesh: module(seeded(1, 8, 4, seed=1)))
         for name, (model, plan, _) in BYPASSES.items()
     }
+
+
+class PaddedAttention(nn.Module):
+    """Attention in which only those that are read see each other; ``is_read`` [B, S] is set before it runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.processor: Any = self.attend
+        self.is_read: torch.Tensor | None = None
+
+    def set_processor(self, processor: Any) -> None:
+        self.processor = processor
+
+    @staticmethod
+    def attend(module: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = module.is_read[:, None, :, None] * module.is_read[:, None, None]
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(self, x.unflatten(2, (2, -1)).transpose(1, 2)).transpose(1, 2).flatten(2)
+
+
+class PaddedToy(Toy):
+    def forward(self, x: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.mixer.is_read = is_read
+        return super().forward(x)
+
+
+def masked_toys() -> dict[str, float]:
+    """Relative differences of outputs and gradients of the inputs from one process, with masks of several kinds."""
+    is_read = torch.tensor([[True] * 5 + [False, True], [True] * 3 + [False] * 4])
+    scores = seeded(2, 2, 7, 7, seed=2).masked_fill(torch.ones(7, 7).triu(2) > 0, -torch.inf)
+    cases = {
+        "pairs": (PaddedToy, [PaddedAttention(), PaddedAttention()], MASKED, {"is_read": is_read}, {R: 2}),
+        "numbers": (PaddedToy, [PaddedAttention()], MASKED, {"is_read": is_read.float()}, {U: 2}),
+        "whole": (Toy, [attention_with(attn_mask=scores, scale=0.4)], WHOLE, {}, {U: 2}),
+    }
+    differences = {}
+    for name, (kind, mixers, plan, inputs, sizes) in cases.items():
+        torch.manual_seed(0)
+        module = kind(*mixers)
+        outcomes = []
+        for is_shared in (False, True):
+            if is_shared:
+                apply_sequence_parallel(module, make_mesh(**sizes)[0], plan)
+            x = seeded(2, 7, 4, seed=1).requires_grad_()
+            output = module(x, **inputs)
+            output.square().sum().backward()
+            if is_shared:
+                dist.all_reduce(x.grad)
+            outcomes.append(torch.cat([output.detach(), x.grad]))
+        differences[name] = float((outcomes[1] - outcomes[0]).norm() / outcomes[0].norm())
+    return differences
+
+
+def test_masks_are_those_of_one_process(ranks):
+    for differences in ranks.run(2, masked_toys):
+        assert differences.keys() == {"pairs", "numbers", "whole"}
+        assert max(differences.values()) < 2e-6, differences
+
+
+def test_a_ring_takes_no_whole_masks(ranks):
+    (error, _) = ranks.run(2, ring_with_whole_masks)
+    assert "masks that differ from query to query, unknown to a ring" in error
+
+
+def ring_with_whole_masks() -> str:
+    with pytest.raises(ConfigError) as error:
+        apply_sequence_parallel(Toy(attention_with()), make_mesh(**{U: 1, R: 2})[0], WHOLE)
+    return str(error.value)
 
 
 def accepted_toy() -> float:
