@@ -28,39 +28,36 @@ from tests.family_rows import wake
 ROWS = {**family_rows.ROWS, **sound_rows.ROWS}
 TOLERANCE = 2e-5
 KANDINSKY = ("kandinsky5", "kandinsky5_video", "kandinsky5_video_image")
-LOOSE = dict.fromkeys(KANDINSKY, 1e-3)
-"""Tolerances of families that round to bfloat16 between layers, where another last bit may become another value."""
+LOOSE = {**dict.fromkeys(KANDINSKY, 1e-3), "krea2": 2e-4}
+"""Tolerances of families that round to bfloat16 between layers, where another last bit may become another value, and of
+Krea 2, in whose first layers gradients are 1e-8: another last bit of the latents changes them by as much as 6e-5 here,
+in one process."""
 NO_SEQUENCE = (
     "qwen_image21",
-    "ideogram4",
     *KANDINSKY,
-    "chroma",
     "sana",
     "sana_video",
-    "krea2",
-    "hidream",
-    "hunyuan_image",
-    "hunyuan_video15",
-    "hunyuan_video15_image",
-    "ace_step",
 )
-"""Families whose sequence cannot be cut: text masks that are numbers or of text and image together, convolutions, text
-that is dropped before the last layer, and windows of attention; in Qwen-Image 2.1 each part of the sequence sees the
-parts before it."""
-NO_TENSOR = KANDINSKY
-"""Families whose layers cannot be cut: rotary embeddings are rounded to bfloat16."""
+"""Families whose sequence cannot be cut: convolutions, rounding to bfloat16, and in Qwen-Image 2.1 each part of the
+sequence sees the parts before it."""
+NO_RING = ("ideogram4", "ace_step")
+"""Families with masks that differ from query to query, which Ulysses takes."""
+NO_TENSOR = ("stable_audio3", *KANDINSKY)
+"""Families whose layers cannot be cut: fused matrices, of a number that differs, and rounding to bfloat16."""
 QUICK = ("flux2_klein", "krea2", "sana", "ltx2")
 """Families that run always: text in the same sequence and before it, convolutions, two sequences."""
 FAMILIES = tuple(
     name
     for name in (
         *("flux2_klein", "flux2_klein_edit", "flux_fill", "lumina2", "cogvideox", "cogvideox_image", "ernie_image"),
-        *("ltx2", "ltx23", "ltx2_image"),
+        *("ltx2", "ltx23", "ltx2_image", "krea2", "chroma", "ideogram4", "ace_step", "stable_audio3"),
+        *("hidream", "hunyuan_image", "hunyuan_video15", "hunyuan_video15_image"),
         *NO_SEQUENCE,
     )
     if not ROWS[name].needs or find_spec(ROWS[name].needs)
 )
 FURTHER = tuple(name for name in FAMILIES if name not in QUICK)
+ADAPTED = tuple(name for name in FAMILIES if getattr(ROWS[name], "takes_lora", True))
 MODES: dict[str, dict[str, Any]] = {
     "ddp": {"data_parallel_mode": "ddp"},
     "fsdp2": {},
@@ -140,7 +137,7 @@ class Truth:
     params=[
         pytest.param((False, QUICK), id="full"),
         pytest.param((False, FURTHER), id="full, further families", marks=pytest.mark.slow),
-        pytest.param((True, FAMILIES), id="lora", marks=pytest.mark.slow),
+        pytest.param((True, ADAPTED), id="lora", marks=pytest.mark.slow),
     ],
 )
 def truth(request: pytest.FixtureRequest) -> Truth:
@@ -152,7 +149,7 @@ def truth(request: pytest.FixtureRequest) -> Truth:
     "mode", [pytest.param(mode, marks=pytest.mark.slow if mode == "ring" else ()) for mode in MODES]
 )
 def test_a_step_equals_that_of_one_process(mode: str, truth: Truth, ranks: RankPool) -> None:
-    refused = {"ulysses": NO_SEQUENCE, "ring": NO_SEQUENCE, "tp": NO_TENSOR}.get(mode, ())
+    refused = {"ulysses": NO_SEQUENCE, "ring": NO_SEQUENCE + NO_RING, "tp": NO_TENSOR}.get(mode, ())
     names = tuple(name for name in truth.steps if name not in refused)
     for outcomes in ranks.run(2, steps_of, names, truth.lora, MODES[mode]):
         for name in names:
@@ -166,6 +163,12 @@ def test_a_step_equals_that_of_one_process(mode: str, truth: Truth, ranks: RankP
 def test_a_sequence_that_cannot_be_cut_is_refused(name: str, ranks: RankPool) -> None:
     with pytest.raises(AssertionError, match=r"ConfigError: .*give its plan a sequence"):
         ranks.run(2, step_of, name, False, MODES["ulysses"])
+
+
+@pytest.mark.parametrize("name", NO_RING)
+def test_masks_that_a_ring_cannot_take_are_refused(name: str, ranks: RankPool) -> None:
+    with pytest.raises(AssertionError, match=r"ConfigError: .*unknown to a ring"):
+        ranks.run(2, step_of, name, False, MODES["ring"])
 
 
 @pytest.mark.parametrize("name", [name for name in NO_TENSOR if name in FAMILIES])

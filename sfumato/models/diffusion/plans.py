@@ -52,6 +52,13 @@ SD3 = ParallelPlan(
     },
 )
 
+_FLUX_INPUTS: dict[str | int, Split] = {
+    "hidden_states": Split(1),
+    "encoder_hidden_states": Split(1),
+    "img_ids": Split(0),
+    "txt_ids": Split(0),
+}
+
 FLUX = ParallelPlan(
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     tensor={
@@ -71,10 +78,7 @@ FLUX = ParallelPlan(
         "single_transformer_blocks.*.proj_out": "packed_rowwise:5",
         "single_transformer_blocks.*": "separate_outputs",
     },
-    sequence={
-        "": {"hidden_states": Split(1), "encoder_hidden_states": Split(1), "img_ids": Split(0), "txt_ids": Split(0)},
-        "proj_out": Gather(1),
-    },
+    sequence={"": _FLUX_INPUTS, "proj_out": Gather(1)},
 )
 
 QWEN_IMAGE = ParallelPlan(
@@ -203,6 +207,11 @@ FLUX2 = ParallelPlan(
 CHROMA = ParallelPlan(
     blocks=("ChromaTransformerBlock", "ChromaSingleTransformerBlock"),
     tensor={name: style for name, style in FLUX.tensor.items() if style != "separate_outputs"},
+    sequence={
+        "": {**_FLUX_INPUTS, "attention_mask": Split(1, parts=(".encoder_hidden_states", ".hidden_states"))},
+        "proj_out": Gather(1),
+    },
+    masks="pairs",
 )
 
 LUMINA2 = ParallelPlan(
@@ -266,7 +275,6 @@ ERNIE_IMAGE = ParallelPlan(
     },
 )
 
-# The text is cut off before the last layer, so that the sequence cannot be joined behind it.
 KREA2 = ParallelPlan(
     blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"),
     tensor={
@@ -281,9 +289,16 @@ KREA2 = ParallelPlan(
         "transformer_blocks.*.ff.up": "colwise",
         "transformer_blocks.*.ff.down": "rowwise",
     },
+    sequence={
+        "transformer_blocks.0": {"hidden_states": Split(1)},
+        "transformer_blocks.*": {"image_rotary_emb": Split(0), "attention_mask": Split(3)},
+        "transformer_blocks.-1": Gather(1, is_cut_again=True),  # then the text is dropped
+        "final_layer": {"hidden_states": Split(1)},
+        "final_layer.linear": Gather(1),
+    },
+    replicated_context=("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn"),
 )
 
-# Its masks differ from query to query, which sequence parallelism does not know.
 IDEOGRAM4 = ParallelPlan(
     blocks=("Ideogram4TransformerBlock",),
     tensor={
@@ -297,6 +312,12 @@ IDEOGRAM4 = ParallelPlan(
         "layers.*.feed_forward.w3": "colwise",
         "layers.*.feed_forward.w2": "rowwise",
     },
+    sequence={
+        "layers.0": {"hidden_states": Split(1)},
+        "layers.*": {"image_rotary_emb": Split(1)},
+        "final_layer": Gather(1),
+    },
+    masks="whole",  # padding sees padding
 )
 
 # Rounding to bfloat16 between layers makes sums in another order differ by more than the last bits.
@@ -320,13 +341,21 @@ _HIDREAM_BLOCK = {
     },
 }
 
-# Text that a block reads is dropped behind it, so that the sequence changes from block to block.
 HIDREAM = ParallelPlan(
     blocks=("HiDreamImageTransformerBlock", "HiDreamImageSingleTransformerBlock"),
     tensor={
         f"{stack}.*.block.{layer}": style
         for stack in ("double_stream_blocks", "single_stream_blocks")
         for layer, style in _HIDREAM_BLOCK.items()
+    },
+    # Picture and texts are cut where they are embedded, so that a block drops this rank's part of the text it has read.
+    sequence={
+        "x_embedder": {0: Split(1, output=True)},
+        "caption_projection.*": {0: Split(1, output=True)},
+        "pe_embedder": {"ids": Split(1, parts=("x_embedder.0",))},
+        "double_stream_blocks.*": {"hidden_states_masks": Split(1)},
+        "single_stream_blocks.*": {"hidden_states_masks": Split(1, parts=("x_embedder.0",))},
+        "final_layer": Gather(1),
     },
 )
 
@@ -351,7 +380,6 @@ COGVIDEOX = ParallelPlan(
     },
 )
 
-# Masks differ from query to query, which sequence parallelism does not know.
 HUNYUAN_VIDEO15 = ParallelPlan(
     blocks=("HunyuanVideo15TransformerBlock",),
     tensor={
@@ -361,15 +389,46 @@ HUNYUAN_VIDEO15 = ParallelPlan(
         "transformer_blocks.*.ff_context.net.0.proj": "colwise",
         "transformer_blocks.*.ff_context.net.2": "rowwise",
     },
+    sequence={
+        "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
+        "transformer_blocks.*": {"attention_mask": Split(1), "freqs_cis": Split(0)},
+        "proj_out": Gather(1),
+    },
+    replicated_context=("context_embedder.token_refiner.refiner_blocks.*.attn",),  # run before the sequence is cut
+    masks="pairs",
 )
 
-# Its mask is that of image and text together, in an order in which ranks do not hold them.
+_IMAGE_AND_TEXT = ("transformer_blocks.0.hidden_states", "transformer_blocks.0.encoder_hidden_states")
+
 HUNYUAN_IMAGE = ParallelPlan(
-    blocks=("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"), tensor=FLUX.tensor
+    blocks=("HunyuanImageTransformerBlock", "HunyuanImageSingleTransformerBlock"),
+    tensor=FLUX.tensor,
+    sequence={
+        "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
+        **{
+            f"{blocks}.*": {
+                "attention_mask": Split(3, parts=_IMAGE_AND_TEXT),
+                "image_rotary_emb": Split(0),
+            }
+            for blocks in ("transformer_blocks", "single_transformer_blocks")
+        },
+        "proj_out": Gather(1),
+    },
+    replicated_context=("context_embedder.token_refiner.refiner_blocks.*.attn",),  # run before the sequence is cut
 )
 
-# The projections hold several matrices, of which each process would need a part.
-STABLE_AUDIO3 = ParallelPlan(blocks=("StableAudio3DiTBlock",))
+# Tensor parallelism is refused: how many matrices a projection holds depends on the model.
+STABLE_AUDIO3 = ParallelPlan(
+    blocks=("StableAudio3DiTBlock",),
+    sequence={
+        "transformer_blocks.0": {"hidden_states": Split(1)},
+        "transformer_blocks.*": {"rope": Split(0)},
+        "transformer_blocks.-1": Gather(1, is_cut_again=True),  # then the memory tokens are dropped
+        "proj_out": ({"input": Split(1)}, Gather(1)),
+        "postprocess_conv": ({"input": Split(2)}, Gather(2)),
+    },
+    replicated_context=("transformer_blocks.*.cross_attn",),
+)
 
 LTX2 = ParallelPlan(
     blocks=("LTX2VideoTransformerBlock",),
@@ -412,7 +471,6 @@ LTX2 = ParallelPlan(
     replicated_context=("transformer_blocks.*.attn2", "transformer_blocks.*.audio_attn2"),
 )
 
-# Every second block attends to a window of the sound, which sequence parallelism does not know.
 ACE_STEP = ParallelPlan(
     blocks=("AceStepTransformerBlock",),
     tensor={
@@ -428,4 +486,11 @@ ACE_STEP = ParallelPlan(
         }.items()
     }
     | {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"},
+    sequence={
+        "layers.0": {"hidden_states": Split(1)},
+        "layers.*": {"position_embeddings": Split(0)},
+        "proj_out_conv": Gather(2),
+    },
+    replicated_context=("layers.*.cross_attn",),
+    masks="whole",  # every second block attends to a window of the sound
 )
