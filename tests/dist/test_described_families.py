@@ -154,8 +154,10 @@ def test_a_step_equals_that_of_one_process(mode: str, truth: Truth, ranks: RankP
     for outcomes in ranks.run(2, steps_of, names, truth.lora, MODES[mode]):
         for name in names:
             assert outcomes[name].keys() == truth.steps[name].keys(), name
+            # a gradient that cancels out, as of Krea 2's attention over layers, is rounded like the terms of its sum
+            floor = 0.01 * float(truth.steps[name]["norm"])
             for key, tensor in truth.steps[name].items():
-                difference = (outcomes[name][key] - tensor).norm() / tensor.norm().clamp_min(1e-4)
+                difference = (outcomes[name][key] - tensor).norm() / tensor.norm().clamp_min(floor)
                 assert difference < LOOSE.get(name, TOLERANCE), (name, key, float(difference))
 
 
