@@ -25,7 +25,6 @@ from sfumato.parallel.attention import (
     sequence_attention,
     shard_embeddings,
 )
-from sfumato.parallel.diffusion_sequence import DiffusionSequence
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan
@@ -58,6 +57,8 @@ def apply_sequence_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan) -
             that bypasses registry and processors is found in the first forward pass.
     """
     if plan.sequence:
+        from sfumato.parallel.diffusion_sequence import DiffusionSequence  # other modalities do without it
+
         shared = DiffusionSequence(module, mesh, plan)
     elif hasattr(module, "set_attn_implementation"):
         shared = _LanguageSequence(module.get_submodule(plan.decoder), mesh, plan)
