@@ -1,10 +1,11 @@
-"""RL of a tiny model of sound by a reward that hears, over seeds: the pictures of docs/sound.md.
+"""RL of tiny models of sound, and of video with sound, over seeds: the pictures of docs/sound.md.
 
-    python benchmarks/sound_rl.py [--seeds 1 2 3] [--only-pictures]
+    python benchmarks/sound_rl.py [--only tones|clips] [--seeds 1 2 3] [--only-pictures]
 
-Runs the first commands of the page: the data, pretraining, then Flow-GRPO-Fast and DiffusionNFT with each seed, which
-chooses the noise of the samples that are learned from. Finished runs stay, and interrupted ones go on. Prints the
-evaluations, and draws their curves and the spectra of one sound of each key before and after.
+Makes the data and pretrains, then runs RL with each seed, which chooses the noise of the samples that are learned
+from: tones by Flow-GRPO-Fast and DiffusionNFT with a reward that hears, and clips, videos with sound, by DiffusionNFT
+with a reward that sees and one that hears. Finished runs stay, and interrupted ones go on. Prints the evaluations, and
+draws their curves, and of tones the spectra of one sound of each key before and after.
 """
 
 from __future__ import annotations
@@ -24,37 +25,58 @@ from sfumato.tracking.samples import read_samples, step_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 RUNS = ROOT / "runs" / "sound"
+IMAGES = ROOT / "docs" / "images"
 PROMPTS = RUNS / "tones" / "prompts.jsonl"
-CURVES = ROOT / "docs" / "images" / "sound_rl.svg"
-SPECTRA = ROOT / "docs" / "images" / "sound_rl_spectra.webp"
-REWARD = "eval/reward/total"
-ALGORITHMS = {  # by title: the task, and its configuration in configs/sound
+SPECTRA = IMAGES / "sound_rl_spectra.webp"
+ALGORITHMS = {  # of tones, by title: the task, and its configuration in configs/sound
     "Flow-GRPO-Fast": ("rl_diffusion", "tones_rl"),
     "DiffusionNFT": ("rl_diffusion_forward", "tones_nft"),
 }
+REWARDS = {"light of the frames": "sees_light", "level of the sound": "hears_level"}
+"""Of clips, by title."""
 
 
 def main() -> None:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", choices=["tones", "clips"], help="leave the other out")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--only-pictures", action="store_true", help="draw them from the runs that are there")
     options = parser.parse_args()
-    if not options.only_pictures:
-        run_all(options.seeds)
-    curves_of = {
-        title: [evaluations(run_folder(config, seed)) for seed in options.seeds]
-        for title, (_, config) in ALGORITHMS.items()
-    }
-    for title, curves in curves_of.items():
-        for step, values in zip(
-            [step for step, _ in curves[0]],
-            zip(*([value for _, value in curve] for curve in curves), strict=True),
-            strict=True,
-        ):
-            print(f"{title}  iteration {step}: {statistics.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]")
-    draw_seed_curves(curves_of, CURVES, ("iterations", "power at the tone"), 2.4, (0, 0.6))
-    draw_spectra(run_folder("tones_rl", options.seeds[0]))
+    if options.only != "clips":
+        compare_algorithms_on_tones(options.seeds, options.only_pictures)
+    if options.only != "tones":
+        compare_rewards_of_clips(options.seeds, options.only_pictures)
+
+
+def compare_algorithms_on_tones(seeds: list[int], only_pictures: bool) -> None:
+    """Runs what is not finished, prints and draws the total reward of each algorithm, and spectra."""
+    if not only_pictures:
+        make_data("tones", PROMPTS)
+        launch("train_dit", "tones_pretrain", RUNS / "pretrain")
+        for task, config in ALGORITHMS.values():
+            launch_seeds(task, config, seeds)
+    curves_of = {title: read_curves(config, seeds, "total") for title, (_, config) in ALGORITHMS.items()}
+    print_curves(curves_of)
+    draw_seed_curves(curves_of, IMAGES / "sound_rl.svg", ("iterations", "power at the tone"), 2.4, (0, 0.6))
+    draw_spectra(run_folder("tones_rl", seeds[0]))
+
+
+def compare_rewards_of_clips(seeds: list[int], only_pictures: bool) -> None:
+    """Runs what is not finished, prints and draws both parts of the reward of DiffusionNFT."""
+    if not only_pictures:
+        make_data("clips", RUNS / "clips" / "model" / "model_index.json")
+        launch("train_dit", "clips_pretrain", RUNS / "clips_pretrain")
+        launch_seeds("rl_diffusion_forward", "clips_nft", seeds)
+    curves_of = {title: read_curves("clips_nft", seeds, reward) for title, reward in REWARDS.items()}
+    print_curves(curves_of)
+    draw_seed_curves(curves_of, IMAGES / "video_sound_rl.svg", ("iterations", "reward"), 2.4, (0, 1))
+
+
+def make_data(name: str, last: Path) -> None:
+    """Runs a script of docs/examples, unless what it writes last is there."""
+    if not last.exists():
+        subprocess.run([sys.executable, f"docs/examples/{name}.py", str(RUNS / name)], check=True, cwd=ROOT)
 
 
 def run_folder(config: str, seed: int) -> Path:
@@ -62,14 +84,10 @@ def run_folder(config: str, seed: int) -> Path:
     return RUNS / f"{config}_seed_{seed}"
 
 
-def run_all(seeds: list[int]) -> None:
-    """Makes the data, and runs what is not finished."""
-    if not PROMPTS.is_file():
-        subprocess.run([sys.executable, "docs/examples/tones.py", str(RUNS / "tones")], check=True, cwd=ROOT)
-    launch("train_dit", "tones_pretrain", RUNS / "pretrain")
-    for task, config in ALGORITHMS.values():
-        for seed in seeds:
-            launch(task, config, run_folder(config, seed), "--train.seed", str(seed))
+def launch_seeds(task: str, config: str, seeds: list[int]) -> None:
+    """Runs a configuration of configs/sound with each seed."""
+    for seed in seeds:
+        launch(task, config, run_folder(config, seed), "--train.seed", str(seed))
 
 
 def launch(task: str, config: str, folder: Path, *overrides: str) -> None:
@@ -81,9 +99,20 @@ def launch(task: str, config: str, folder: Path, *overrides: str) -> None:
     subprocess.run([*command, *more], check=True, cwd=ROOT)
 
 
-def evaluations(folder: Path) -> list[tuple[int, float]]:
-    """Iterations of a run, and the reward of their evaluations."""
-    return [(row["step"], row[REWARD]) for row in read_jsonl(folder / "metrics.jsonl") if REWARD in row]
+def read_curves(config: str, seeds: list[int], reward: str) -> list[list[tuple[int, float]]]:
+    """Of each seed's run the iterations, and a reward of their evaluations."""
+    name = f"eval/reward/{reward}"
+    rows = [read_jsonl(run_folder(config, seed) / "metrics.jsonl") for seed in seeds]
+    return [[(row["step"], row[name]) for row in run if name in row] for run in rows]
+
+
+def print_curves(curves_of: dict[str, list[list[tuple[int, float]]]]) -> None:
+    """Prints mean, lowest and highest of the seeds at each iteration."""
+    for title, curves in curves_of.items():
+        for points in zip(*curves, strict=True):
+            values = [value for _, value in points]
+            print(f"{title}  iteration {points[0][0]}: ", end="")
+            print(f"{statistics.mean(values):.3f} [{min(values):.3f}, {max(values):.3f}]")
 
 
 def draw_spectra(folder: Path) -> None:

@@ -161,7 +161,7 @@ def test_a_typo_in_a_file_is_named_with_the_file(tmp_path):
 def build(content, tmp_path):
     path = tmp_path / "model.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
-    return path, lambda: build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=7))
+    return path, lambda: build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=8))
 
 
 def test_text_is_read_beside_the_process_that_launches_kernels():
@@ -175,7 +175,7 @@ def test_text_is_read_beside_the_process_that_launches_kernels():
 
 @pytest.mark.parametrize("path", DESCRIPTIONS, ids=relative)
 def test_shipped_model_descriptions_build(path):
-    model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=7))
+    model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=8))
     assert 0 < sum(each.numel() for each in model.denoiser.parameters()) < 10_000_000
 
 
@@ -270,7 +270,7 @@ def made_tiny(path, tmp_path):
     if task == "train_image_tokenizer":
         return task, merge(content, {"train": train})
     if path.parent.name == "sound":
-        return task, tiny_tones(content, train, tmp_path)
+        return task, (tiny_clips if path.stem.startswith("clips") else tiny_tones)(content, train, tmp_path)
     synthetic = content["data"].get("synthetic") or {}
     if synthetic.get("problem") in MADE_BY:
         pytest.importorskip(MADE_BY[synthetic["problem"]])
@@ -372,6 +372,27 @@ def tiny_tones(content, train, tmp_path):
     return merge(content, {"model": model, "train": train | {"micro_batch_size": 2}} | rest)
 
 
+def tiny_clips(content, train, tmp_path):
+    """The file's own tiny model of videos with sound, whose autoencoders are random, on some videos."""
+    pytest.importorskip("av")
+    pytest.importorskip("cv2")
+    model = {"model_path": None, "config_path": str(ROOT / "configs/sound/tiny_ltx2.yaml")}
+    if "rollout" not in content:
+        data = {"train_path": str(write_videos(tmp_path / "videos", {"low": 300.0})), "cache_dir": None}
+        return merge(content, {"model": model, "data": data, "train": train, "sample": {"num_inference_steps": 2}})
+    prompts = tmp_path / "prompts.jsonl"
+    row = {"prompt": "dark and quiet", "light": 0.15, "level": -35.0}
+    prompts.write_text((json.dumps(row) + "\n") * 2)
+    for reward in content["reward"]["rewards"]:
+        reward["path"] = f"{ROOT}/{reward['path']}"
+    rest = {
+        "data": dict.fromkeys(("train_path", "eval_path"), str(prompts)),
+        "rollout": {"num_prompts": 1, "n": 2, "micro_batch_size": 2},
+        "eval": {"num_prompts": 1, "num_inference_steps": 2},
+    }
+    return merge(content, {"model": model, "train": train | {"micro_batch_size": 2}} | rest)
+
+
 def tiny_sighted(path, content, train, tmp_path):
     """A tiny model that sees, of the kind that the file names, on the file's pictures made in code, or on some rows."""
     kind = "qwen3_omni_moe_thinker" if "omni" in path.stem else "qwen3_vl_moe" if "a3b" in path.stem else "qwen3_vl"
@@ -440,6 +461,7 @@ QUICK = {
     "omni/flow_numbers.yaml",
     "quickstart/smollm2_rl.yaml",
     "rl/flow_grpo_sd35_ocr.yaml",
+    "sound/clips_nft.yaml",
     "sound/tones_pretrain.yaml",
     "text/deepseek_v3_pretrain.yaml",
     "text_rl/qwen3_4b_grpo.yaml",

@@ -27,6 +27,7 @@ from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.encoded import OnlineEncoder
 from sfumato.models.diffusion.encoders import open_encoder
+from sfumato.models.diffusion.families.ltx2 import LTX2
 from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.diffusion.mel_spectrogram import log_mel_spectrogram
@@ -259,6 +260,50 @@ def test_the_sound_may_be_a_file_of_its_own(tmp_path: Path) -> None:
     sound = dataset.picture(0).sound
     assert sound is not None
     assert abs(np.abs(np.fft.rfft(sound[0].numpy().astype(float))).argmax() / 0.375 - 700) < 6
+
+
+def test_rewards_of_the_example_see_light_and_hear_level() -> None:
+    from docs.examples.clips import RANGE_DB, hears_level, sees_light
+
+    frames = np.full((5, 16, 16, 3), 204, np.uint8)  # a light of 0.8
+    samples = np.full((2, 680), round(0.1 * waveforms.FULL_SCALE), np.int16)  # -20 decibels
+    sample = Sample(
+        image=frames,
+        sound=waveforms.Waveform(samples, 4000),
+        frame_rate=24.0,
+        prompt="bright and loud",
+        metadata={"light": 0.85, "level": -10.0},
+        group_id=0,
+    )
+    assert sees_light(sample) == pytest.approx(0.95, abs=1e-6)
+    assert hears_level(sample) == pytest.approx(1 - 10 / RANGE_DB, abs=1e-3)
+    sample.metadata["level"] = -50.0
+    assert hears_level(sample) == 0.0
+
+
+def test_the_example_trains_autoencoders_whose_latents_have_mean_0_and_deviation_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from docs.examples import clips
+
+    monkeypatch.setattr(clips, "COPIES", 3)
+    monkeypatch.setattr(clips, "MISLABELLED", 1)
+    monkeypatch.setattr(clips, "STEPS", 4)
+    clips.write_data(tmp_path)
+    rows = [json.loads(line) for line in (tmp_path / "metadata.jsonl").read_text().splitlines()]
+    assert [row["image"].split("_")[0] == row["text"].split()[0] for row in rows] == [False, True, True] * 2
+    model = build_diffusion_model(ModelConfig(config_path=str(clips.DESCRIPTION), max_sequence_length=16))
+    assert isinstance(model, LTX2)
+    pixels, sounds = clips.read_clips(tmp_path, model)
+    light = pixels.float().mean(dim=(1, 2, 3, 4)) / 255
+    assert (light[:3] - 0.85).abs().max() < 0.05 and (light[3:] - 0.15).abs().max() < 0.05
+    before = model.pipeline.vocoder.conv_out.weight.clone()
+    clips.train_autoencoders(model, pixels.float() / 127.5 - 1, sounds.float() / waveforms.FULL_SCALE)
+    assert not torch.equal(before, model.pipeline.vocoder.conv_out.weight)
+    for part in model.split(model.encode_pixels(pixels, sounds)):
+        features = part.transpose(0, 1).flatten(1)
+        torch.testing.assert_close(features.mean(dim=1), torch.zeros(4), atol=1e-3, rtol=0)
+        torch.testing.assert_close(features.std(dim=1), torch.ones(4), atol=1e-3, rtol=0)
 
 
 def spoil(path: Path, kind: str) -> Path:
