@@ -158,6 +158,7 @@ RULES = [
     ),
     Rule(r"bash train\.sh tasks/rl_diffusion\.py warmth\.yaml", None, TUTORIAL),
     Rule(r"python docs/examples/tones\.py", None, "run by tests/unit/test_sound_samples.py"),
+    Rule(r"python docs/examples/clips\.py", None, "run by tests/unit/test_video_with_sound.py"),
     Rule(
         r"bash train\.sh tasks/rl_diffusion\.py CONFIG\.yaml", reads_its_configuration, "the same with files: " + SLOW
     ),
