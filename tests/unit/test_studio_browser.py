@@ -100,7 +100,7 @@ def runs(tmp_path_factory):
     tone = Waveform((9000 * np.sin(np.arange(4000) / 3)).astype(np.int16)[None], 8000)
     tones = write_run(root / "tones", steps=1)
     for step in (2, 4):
-        save_samples(tones, step, [SampleRecord(tone, "eval", "a tone", 7, 0)])
+        save_samples(tones, step, [SampleRecord(tone, "eval", "a tone", 7, 5)])
     timeline = Timeline(root / "b")
     for step in range(1, 5):
         timeline.add([Event("sampler", rank, "generate", 10.0 * step, 10.0 * step + 6, step, 0) for rank in range(2)])
@@ -125,7 +125,7 @@ PAGES = {
     "group?run=a&step=8": ".group[data-group='1'] .tile img",
     "sample?run=a&step=8&kind=train&id=4": ".denoise .clipped",
     "sample?run=words&step=2&kind=train&id=1": ".tokens .clipped",
-    "sample?run=tones&step=2&kind=eval&id=0": ".stage audio",
+    "sample?run=tones&step=2&kind=eval&id=5": ".stage audio",
     "scrub?run=a&with=b": ".frame:nth-child(2) img",
     "why?run=a": "table[data-table=intervals] .interval",
     "compare?run=a&run=b": "td:has-text('train.max_steps')",
@@ -181,7 +181,7 @@ def test_keys_move_through_steps_and_samples_and_the_address_follows(studio):
 
 
 def test_a_sound_that_plays_goes_on_with_that_of_the_other_step(studio):
-    page = studio.tab("scrub?run=tones")
+    page = studio.tab("scrub?run=tones&id=5&seed=7")
     page.wait_for_selector(".frame[data-step='4'] audio")
     page.evaluate(
         "() => { const sound = document.querySelector('audio'); sound.currentTime = 0.2; return sound.play(); }"
