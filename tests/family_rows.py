@@ -219,6 +219,22 @@ def call_kandinsky5(
     return pictures
 
 
+def call_kandinsky5_image(
+    row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
+) -> Any:
+    """The pipeline draws the noise and the latents of the source; here it gets the noise, and takes the mode."""
+    pipeline.resolutions = [row.size[::-1]]  # others are brought to one of those that are published
+    channels = latents.shape[1]
+    noise = latents.permute(0, 2, 3, 1)[:, None]
+    more = settings(row, guidance_scale=scale, image=images[0], max_sequence_length=1024)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[type(pipeline).__module__], "randn_tensor", lambda shape, **_: noise)
+        patch.setattr(DiagonalGaussianDistribution, "sample", lambda latent_dist, generator: latent_dist.mode())
+        pictures = pipeline(prompt=prompts, **more).image
+    pipeline.last_latents = pipeline.last_latents[:, 0, ..., :channels].permute(0, 3, 1, 2)
+    return pictures
+
+
 def call_kandinsky5_video(
     row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any
 ) -> Any:
@@ -519,6 +535,19 @@ ROWS = {
     "kandinsky5": Row(
         tiny_families.tiny_kandinsky5,
         call_kandinsky5,
+        (4, 4, 6),
+        16,
+        size=(32, 48),
+        tokens=24,
+        batched=False,
+        needs="torchvision",
+        straight=False,
+        velocity=lambda output, shape: output[:, 0].permute(0, 3, 1, 2),
+        brief=True,
+    ),
+    "kandinsky5_image": Row(
+        tiny_families.tiny_kandinsky5_image,
+        call_kandinsky5_image,
         (4, 4, 6),
         16,
         size=(32, 48),

@@ -27,6 +27,7 @@ MODELS = {
     "QwenImage21Pipeline": ("Qwen-Image 2.1", "7 B"),
     "Ideogram4Pipeline": ("Ideogram 4", "twice 9 B"),
     "Kandinsky5T2IPipeline": ("Kandinsky 5 Image Lite", "6 B"),
+    "Kandinsky5I2IPipeline": ("Kandinsky 5 Image Lite image to image", "6 B"),
     "HiDreamImagePipeline": ("HiDream-I1", "17 B"),
     "ZImagePipeline": ("Z-Image, Z-Image-Turbo", "6 B"),
     "Lumina2Pipeline": ("Lumina-Image 2", "2.6 B"),

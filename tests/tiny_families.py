@@ -367,6 +367,15 @@ def tiny_kandinsky5() -> dict[str, Any]:
     }
 
 
+def tiny_kandinsky5_image() -> dict[str, Any]:
+    """Kandinsky 5 that edits: the source's latents are channels behind those of the picture."""
+    description = tiny_kandinsky5()
+    return description | {
+        "pipeline": "Kandinsky5I2IPipeline",
+        "transformer": {**description["transformer"], "visual_cond": True},
+    }
+
+
 def tiny_kandinsky5_video() -> dict[str, Any]:
     """Kandinsky 5 with videos: 32x48 pixels in 5 frames are 4 x 2 x 4 x 6 latents and 12 tokens."""
     description = tiny_kandinsky5()

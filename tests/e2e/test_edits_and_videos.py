@@ -57,6 +57,7 @@ CASES = {
     "wan_image": Case(tiny_families.tiny_wan_image, (16, 16, 5), 512),
     "wan_image_small": Case(tiny_families.tiny_wan_image_small, (32, 32, 5)),
     "hunyuan_video15_image": Case(tiny_families.tiny_hunyuan_video15_image, (16, 16, 5), 80),
+    "kandinsky5_image": Case(tiny_families.tiny_kandinsky5_image, (32, 48, 1), 24, needs="torchvision"),
     "kandinsky5_video_image": Case(tiny_families.tiny_kandinsky5_video_image, (32, 48, 5), 24, needs="torchvision"),
 }
 

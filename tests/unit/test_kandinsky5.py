@@ -1,16 +1,19 @@
-"""What Kandinsky 5 for videos refuses, the positions of its sizes, and how it decodes videos from a first frame."""
+"""What Kandinsky 5 refuses, the positions of its sizes, what it reads of a source image, and how it decodes videos from
+a first frame."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from sfumato.errors import ConfigError
+from sfumato.models.diffusion.families.kandinsky5_image import Kandinsky5ImageToImage
 from sfumato.models.diffusion.families.kandinsky5_video import Kandinsky5Video
 from sfumato.models.diffusion.families.kandinsky5_video_image import Kandinsky5ImageToVideo
-from tests.tiny_families import tiny_kandinsky5_video, tiny_kandinsky5_video_image
+from tests.tiny_families import tiny_kandinsky5_image, tiny_kandinsky5_video, tiny_kandinsky5_video_image
 
 
 def build(**transformer: Any) -> Kandinsky5Video:
@@ -52,3 +55,19 @@ def test_first_latent_frames_are_adjusted_as_in_the_pipeline() -> None:
         short = latents[:, :, :4]  # there the pipeline divides by nothing
         expected = vae.decode(short / vae.config.scaling_factor).sample
         torch.testing.assert_close(model.latents_to_pixels(short), expected.transpose(1, 2))
+
+
+def test_a_source_image_is_read_in_half_its_size_behind_the_prompt() -> None:
+    pytest.importorskip("torchvision")
+    model = Kandinsky5ImageToImage(Kandinsky5ImageToImage.build(tiny_kandinsky5_image(), 0), 24)
+    image = np.random.default_rng(3).integers(0, 256, (112, 224, 3), np.uint8)
+    num_image_tokens = (56 // 28) * (112 // 28)
+    short, long = (int(model.embed_edit(prompt, image)["prompt_mask"].sum()) for prompt in ("a", "abcde"))
+    assert long == short + 4
+    assert model.embed_edit("a", image)["prompt_mask"].shape == (1, 24 + num_image_tokens)
+    longest = "b" * (24 + num_image_tokens - short + 1)
+    assert model.embed_edit(longest, image)["prompt_mask"].all()
+    with pytest.raises(ConfigError, match="this prompt takes 25 tokens, and one that goes with an image cannot be cut"):
+        model.embed_edit(longest + "b", image)
+    read = len(model.pipeline.tokenizer.tokenizer(model.prompt_as_read("abcde"))["input_ids"])
+    assert read == len("abcde") + 3, "with the tokens around the image and the end of the turn"

@@ -6,7 +6,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; a token is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -183,6 +183,12 @@ def padded_with_images(model: DiffusionModel, prompt: str, embeds: Tensor, image
             f"{embeds.shape[1] - image_tokens} tokens, and one that goes with an image cannot be cut: {prompt!r}"
         )
     return padded(embeds, length)
+
+
+def count_image_tokens(processor: Any, height: int, width: int) -> int:
+    """Number of tokens that Qwen2.5-VL makes of an image, given its processor."""
+    images = processor.image_processor
+    return images.get_number_of_image_patches(height, width, {}) // images.merge_size**2
 
 
 def text_shapes(

@@ -16,7 +16,13 @@ from torch import Tensor
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.models.diffusion.families.qwen_image import QwenImage
-from sfumato.models.diffusion.latents import encode_sources, padded_with_images, source_shape, text_shapes
+from sfumato.models.diffusion.latents import (
+    count_image_tokens,
+    encode_sources,
+    padded_with_images,
+    source_shape,
+    text_shapes,
+)
 from sfumato.models.diffusion.scratch import build_qwen_vl_processor
 
 
@@ -66,8 +72,7 @@ class QwenImageEdit(QwenImage):
 
     def _count_image_tokens(self, image: Image.Image) -> int:
         """Number of tokens that Qwen2.5-VL makes of an image."""
-        processor = self.pipeline.processor.image_processor
-        return processor.get_number_of_image_patches(image.height, image.width, {}) // processor.merge_size**2
+        return count_image_tokens(self.pipeline.processor, image.height, image.width)
 
 
 class QwenImageEditPlus(QwenImageEdit):
