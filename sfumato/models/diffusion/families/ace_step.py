@@ -1,8 +1,6 @@
 """ACE-Step 1.5 (arXiv 2602.00744): music from a caption and lyrics, by AceStepTransformer1DModel.
 
-Qwen3 reads the caption, and a condition encoder, which is frozen with it, makes one sequence of caption, lyrics and the
-timbre of a reference, here silence. Lyrics stand in a prompt below a line ``# Lyric``, their language before it below
-``# Languages``: the headings of ACE-Step's own format.
+Its blocks have no argument for the mask of prompts, so a hook gives it to them.
 """
 
 # diffusers fills its namespaces lazily, which type checkers do not see
@@ -11,8 +9,6 @@ timbre of a reference, here silence. Lyrics stand in a prompt below a line ``# L
 from __future__ import annotations
 
 import inspect
-import math
-import re
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,20 +17,16 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
+from sfumato.models.diffusion.ace_step_text import ACEStepText
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, embed_one_by_one, padded
+from sfumato.models.diffusion.latents import FlowSchedule
 from sfumato.models.diffusion.scratch import build_qwen3_encoder, build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_sound import build_ace_step_conditions, build_oobleck_autoencoder
-from sfumato.models.diffusion.waveform_latents import WaveformLatents
 from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-LANGUAGE_HEADING = re.compile(r"^# Languages?[ \t\r]*$", re.MULTILINE)
-LYRICS_HEADING = re.compile(r"^# Lyrics?[ \t\r]*$", re.MULTILINE)
-TIMBRE_SECONDS = 30
-"""Length of the reference from which the timbre is read."""
 GUIDANCE: dict[str, Any] = {"eta": 0.0, "norm_threshold": 2.5, "use_original_formulation": True, "norm_dim": (2,)}
 """Settings of the guidance (arXiv 2410.02416), as the pipeline has them, over time."""
 PEAK = 10 ** (-1 / 20)
@@ -53,22 +45,14 @@ def _mask_padding(
     return args, {**kwargs, "encoder_attention_mask": _prompt_mask.get()}
 
 
-def _split_at(heading: re.Pattern[str], text: str) -> tuple[str, str]:
-    """What is above the first line that is a heading, and what is below it; all of the text without such a line."""
-    line = heading.search(text)
-    return (text, "") if line is None else (text[: line.start()].rstrip(), text[line.end() :].strip())
-
-
-class ACEStep(WaveformLatents, FlowSchedule):
+class ACEStep(ACEStepText, FlowSchedule):
     """ACE-Step 1.5 base, SFT and turbo, from text."""
 
     pipeline_class: ClassVar[str] = "AceStepPipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.ACE_STEP
     # acestep/training/configs.py: the four projections of attention to the sound and to the prompt
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "condition_encoder")
     knows_size: ClassVar[bool] = False
-    shortest_prompt: ClassVar[int] = 2
 
     def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
         """As ``DiffusionModel``."""
@@ -103,39 +87,6 @@ class ACEStep(WaveformLatents, FlowSchedule):
             further={"condition_encoder": build_ace_step_conditions},
         )
         return build_pipeline(blueprint, description, seed)
-
-    def prompt_as_read(self, prompt: str) -> str:
-        """Caption and lyrics in their templates, which count towards the limit together."""
-        return "".join(self.pipeline._format_prompt(**self._arguments(prompt))) if prompt else ""
-
-    @torch.no_grad()
-    def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
-        """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is 1 more than
-        ``max_sequence_length``, for the timbre."""
-        return embed_one_by_one(prompts, lambda prompt: padded(self._embed_one(prompt), self.max_sequence_length + 1))
-
-    def _arguments(self, prompt: str) -> dict[str, Any]:
-        """What the pipeline is called with for a prompt."""
-        caption, lyrics = _split_at(LYRICS_HEADING, prompt)
-        caption, language = _split_at(LANGUAGE_HEADING, caption)
-        seconds = self.milliseconds / 1000
-        return {"prompt": caption, "lyrics": lyrics, "vocal_language": language or "en", "audio_duration": seconds}
-
-    def _embed_one(self, prompt: str) -> Tensor:
-        """The sequence ``[1, T, D]`` of a prompt; of the empty one the embedding that stands for no condition."""
-        encoder = self.pipeline.condition_encoder
-        if not prompt:
-            return encoder.null_condition_emb
-        limit = self.max_sequence_length
-        arguments = self._arguments(prompt)
-        arguments |= {name: [arguments[name]] for name in ("prompt", "lyrics")}
-        caption, caption_mask, lyrics, lyrics_mask = self.pipeline.encode_prompt(
-            **arguments, device=self.device, max_text_length=limit - 1, max_lyric_length=limit
-        )
-        room = limit - caption.shape[1]
-        timbre = encoder.silence_latent[:, : math.ceil(TIMBRE_SECONDS * self.pipeline.latents_per_second)]
-        order = torch.zeros(1, dtype=torch.long, device=self.device)
-        return encoder(caption, caption_mask, lyrics[:, :room], lyrics_mask[:, :room], timbre, order)[0]
 
     @property
     def samples_per_latent(self) -> int:

@@ -3,9 +3,6 @@
 Where an image's tokens are depends on the length of the prompt before them, so the network runs row by row on prompts
 without padding: in a batch of its pipeline a picture depends on the longest of the prompts. With ``model.from_images``
 source images stand within the prompt.
-
-Its autoencoder has a channel of transparency. Pictures that are given are opaque, and those that are made are shown on
-white, as the model's own text encoder sees them.
 """
 
 # diffusers fills its namespaces lazily, which type checkers do not see
@@ -13,9 +10,7 @@ white, as the model's own text encoder sees them.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
@@ -27,7 +22,6 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.latents import (
-    QwenLatents,
     embed_one_by_one,
     encode_sources,
     num_tokens,
@@ -38,7 +32,7 @@ from sfumato.models.diffusion.latents import (
     text_shapes,
     token_counts,
 )
-from sfumato.models.diffusion.schedulers import dynamic_shift
+from sfumato.models.diffusion.qwen_image21_latents import SLOT, QwenImage21Latents, count_segments
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_qwen21_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder, build_qwen3_vl_processor
@@ -48,14 +42,11 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-SLOT = 4
-"""Tokens of an image for each place that the text encoder has for it."""
-
 SYSTEM_TURN = "system\nComprehend and analyze the provided prompt.\nuser\n{}\nassistant\n"
 """Words of the pipeline's template, which become tokens of a tokenizer that is made here."""
 
 
-class QwenImage21(QwenLatents):
+class QwenImage21(QwenImage21Latents):
     """Qwen-Image 2.1 from text."""
 
     pipeline_class: ClassVar[str] = "QwenImage21Pipeline"
@@ -102,32 +93,6 @@ class QwenImage21(QwenLatents):
         )
         return build_pipeline(blueprint, description, seed)
 
-    @property
-    def patch(self) -> int:
-        return 1
-
-    def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
-        """As ``DiffusionModel``; of a trajectory with as many steps as ``sample_sigmas`` of the pipeline has, those."""
-        levels = self.pipeline.config.get("sample_sigmas")
-        if levels is None or len(levels) != num_steps:
-            return super().sigmas(num_steps, latent_shape)
-        scheduler = copy.deepcopy(self.pipeline.scheduler)
-        shifted = scheduler.config.use_dynamic_shifting
-        mu = {"mu": dynamic_shift(scheduler, num_tokens(latent_shape, 1), self.largest_shift)} if shifted else {}
-        scheduler.set_timesteps(sigmas=levels, **mu)
-        return scheduler.sigmas.to(torch.float32)
-
-    def _encode(self, video: Tensor) -> Tensor:
-        opaque = torch.ones_like(video[:, : self.pipeline.vae.config.in_channels - 3])
-        return super()._encode(torch.cat([video, opaque], dim=1))
-
-    def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        decoded = super().latents_to_pixels(latents)
-        if decoded.shape[1] == 3:
-            return decoded
-        alpha = (decoded[:, 3:] / 2 + 0.5).clamp(0, 1)
-        return decoded[:, :3] * alpha + (1 - alpha)  # white is 1
-
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt with its turn of the template; the pipeline drops the system's from the embeddings."""
         return self.pipeline.prompt_template_t2i.partition("<|im_end|>\n")[2].format(prompt)
@@ -158,7 +123,9 @@ class QwenImage21(QwenLatents):
         slots = embeddings.get("image_slots", torch.zeros_like(mask))
         slots = torch.cat([slots, slots.new_ones(len(slots), num_made // SLOT)], dim=1)
         if not has_values(mask):
-            velocity = self._count(prompts, tokens, time, [height * width for _, height, width in shapes])
+            velocity = count_segments(
+                self.denoiser, prompts, tokens, time, [height * width for _, height, width in shapes]
+            )
         else:
             rows = []
             for row, length in enumerate(token_counts(mask)):
@@ -175,30 +142,6 @@ class QwenImage21(QwenLatents):
                 rows.append(output[:, -num_made:])
             velocity = torch.cat(rows)
         return velocity.transpose(1, 2).unflatten(2, latents.shape[-2:])
-
-    def _count(self, prompts: Tensor, tokens: Tensor, time: Tensor, lengths: list[int]) -> Tensor:
-        """What the network computes, for counts of memory and operations: it finds the places of tokens by values.
-
-        Args:
-            prompts: ``[B, T, D]``, whose places of source images are left out.
-            tokens: of the images, ``[B, N, C]``, those of the picture that is made last.
-            time: ``[B]``.
-            lengths: number of tokens of each image.
-        """
-        network = self.denoiser
-        num_text = prompts.shape[1] - sum(lengths[:-1]) // SLOT
-        hidden = torch.cat([network.txt_in(prompts[:, :num_text]), network.img_in(tokens)], dim=1)
-        ends = [num_text + sum(lengths[:number]) for number in range(len(lengths))]
-        segments = [(0, num_text, True), *((start, end, False) for start, end in pairwise(ends))]
-        is_made = torch.zeros(hidden.shape[1], dtype=torch.bool, device=hidden.device)
-        embedded_time = network.time_text_embed(torch.cat([time, time[:1]]).to(hidden.dtype), hidden)
-        modulation = network.modulation(embedded_time)
-        positions = torch.zeros(
-            hidden.shape[1], network.config.attention_head_dim // 2, dtype=torch.complex64, device=hidden.device
-        )
-        for block in network.transformer_blocks:
-            hidden = block(hidden, modulation, positions, target_token_mask=is_made, segments=segments)
-        return network.proj_out(network.norm_out(hidden, embedded_time, is_made))[:, -lengths[-1] :]
 
 
 class QwenImage21Edit(QwenImage21):
