@@ -42,6 +42,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.config.versions import describe_untested_versions
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.answer_end import facts_of
@@ -161,6 +162,7 @@ def check_config(
     name, config = load_for_task(path, overrides, name, None if pool else ranks)
     layout = Layout.of(config.train, ranks)
     findings = Findings(str(path), name, layout, *_describe_device(config.train.device, ranks, device_gib))
+    findings.notes += describe_untested_versions()
     if with_data:
         _print_progress("looking at the data", show)
         _look_at_data(findings, config)

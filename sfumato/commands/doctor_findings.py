@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from packaging.requirements import Requirement
 
 import sfumato
+from sfumato.config.versions import installed_version, required_packages
 from sfumato.config.writing import open_new, remove
 from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, contradictions, known_release
 
@@ -127,14 +128,11 @@ def _check_platform() -> Iterator[Finding]:
 def _check_packages() -> Iterator[Finding]:
     """Each package that sfumato requires, against the range it asks for, and whether it can be imported."""
     try:
-        requirements = importlib.metadata.requires("sfumato") or []
+        requirements = required_packages()
     except importlib.metadata.PackageNotFoundError:
         yield Finding("packages", "sfumato", "broken", "run from its folder, not installed", "pip install -e .", True)
         return
-    for text in requirements:
-        requirement = Requirement(text)
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
-            continue
+    for requirement in requirements:
         yield _package(requirement)
 
 
@@ -142,7 +140,7 @@ def _package(requirement: Requirement) -> Finding:
     name = requirement.name
     version_range = str(requirement.specifier)
     remedy = f"pip install '{requirement}'"
-    version = _version(name)
+    version = installed_version(name)
     if version is None:
         return Finding("packages", name, "missing", f"needed: {version_range}", remedy, True)
     if not requirement.specifier.contains(version, prereleases=True):
@@ -151,14 +149,6 @@ def _package(requirement: Requirement) -> Finding:
     if imported:
         return Finding("packages", name, "broken", f"{version}, cannot be imported: {imported}", remedy, True)
     return Finding("packages", name, "ok", version, is_needed=True)
-
-
-def _version(package: str) -> str | None:
-    """The version of a package; None where it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _import_problem(package: str) -> str:
@@ -272,7 +262,7 @@ def _try_device(name: str, action: Callable[[], None], detail: str, needed: bool
 
 def _extras() -> Iterator[Finding]:
     for name, (use, remedy) in EXTRAS.items():
-        version = _version(name)
+        version = installed_version(name)
         if version is None:
             yield Finding("extras", name, "missing", use, remedy)
             continue
@@ -292,11 +282,11 @@ def _check_engines() -> Iterator[Finding]:
         wants = f"torch {newest.torch} and transformers {newest.transformers} for {engine} {newest.release}"
         apart = f"python -m venv {engine}_env && {engine}_env/bin/pip install {packages[0]}"
         remedy = f"{apart}, apart from this environment, since it wants {wants}; then set rollout.engine.program or url"
-        installed = [package for package in packages if _version(package) is not None]
+        installed = [package for package in packages if installed_version(package) is not None]
         if not installed:
             yield Finding("engines", engine, "missing", "rollout.engine, as far as it is in this environment", remedy)
             continue
-        version = cast("str", _version(installed[0]))
+        version = cast("str", installed_version(installed[0]))
         if wrong := [text for package in installed for text in contradictions(package)]:
             yield Finding("engines", engine, "broken", f"{version}: {'; '.join(wrong)}", remedy)
             continue
@@ -364,7 +354,7 @@ def _file_system(folder: Path) -> str:
 
 def _ray(start: bool) -> Iterator[Finding]:
     """What Ray needs of this machine, where it is installed."""
-    if _version("ray") is None:
+    if installed_version("ray") is None:
         return  # it stands among the extras
     yield _open_files()
     yield _object_store()

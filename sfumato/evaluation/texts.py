@@ -32,6 +32,7 @@ from sfumato.models.language.hf_config import changing_positions, known_position
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.model_folder import GENERATION
+from sfumato.models.lora import remove_adapters
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
@@ -500,8 +501,7 @@ def take_weights(text_model: TextModel, source: ModelSource, device: torch.devic
         text_model.flush_engine()
     if source.kind == "peft_adapter":
         plain = cast(Any, model.plain)
-        if getattr(plain, "peft_config", None):
-            plain.delete_adapter([*plain.peft_config])
+        remove_adapters(plain)
         plain.load_adapter(str(source.folder))
         plain.eval()
         text_model.drop_engine()

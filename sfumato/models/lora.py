@@ -97,14 +97,48 @@ def _add(module: nn.Module, adapter: PeftConfig, seed: int) -> None:
     with torch.random.fork_rng(devices=[]), real_stand_ins(module):
         torch.manual_seed(seed)
         try:
-            # diffusers' models have the same method
-            cast("PreTrainedModel", module).add_adapter(adapter, ADAPTER)
+            inject_adapter(module, adapter, ADAPTER)
         except ValueError as error:
             raise ConfigError(f"model.lora: peft cannot add it to {type(module).__name__}: {error}") from error
     # trained in float32, whatever the dtype of the frozen weights
     for parameter in module.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(torch.float32)
+
+
+def inject_adapter(module: nn.Module, adapter: PeftConfig, name: str) -> None:
+    """Adds an adapter to a diffusers or transformers model, which trains that adapter alone from then on.
+
+    It does what ``add_adapter`` of transformers does. That method refuses every peft but the newest, for the sake of
+    files of adapters: transformers 5.24 wants a peft 0.22 that came out after it.
+
+    Raises:
+        ValueError: where peft cannot.
+    """
+    from peft import inject_adapter_in_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from transformers import PreTrainedModel
+
+    if not isinstance(module, PreTrainedModel):
+        cast("PreTrainedModel", module).add_adapter(adapter, name)  # diffusers' method of the same name
+        return
+    adapter.base_model_name_or_path = module.name_or_path
+    inject_adapter_in_model(adapter, module, name)
+    module._hf_peft_config_loaded = True
+    for layer in module.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.set_adapter(name)
+
+
+def remove_adapters(module: nn.Module) -> None:
+    """Takes all adapters of a transformers model out of it, whatever peft is installed: see ``inject_adapter``."""
+    from peft.functional import delete_adapter
+
+    configurations: dict[str, PeftConfig] = getattr(module, "peft_config", {})
+    for name, config in configurations.items():
+        assert config.peft_type is not None
+        delete_adapter(module, adapter_name=name, prefix=f"{config.peft_type.value.lower()}_")
+    configurations.clear()
 
 
 def refuse_adapter(folder: Path) -> None:

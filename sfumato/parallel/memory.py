@@ -95,7 +95,7 @@ MATMUL = frozenset(
 )
 """Matrix products; ``selective`` keeps every second one."""
 
-CACHES = ("past_key_values", "past_key_value", "layer_past")
+CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 """Arguments through which a block writes keys and values to a cache."""
 
 MIN_OFFLOAD_BYTES = 256 * 2**10

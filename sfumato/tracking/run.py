@@ -17,6 +17,7 @@ import torch
 from sfumato.config.base import Section
 from sfumato.config.characters import printable
 from sfumato.config.trust import describe_code
+from sfumato.config.versions import describe_untested_versions
 from sfumato.errors import CheckpointError, ConfigError, FolderError
 from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
@@ -481,7 +482,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     seed_generators(train.seed)
     run = Run(Path(train.output_dir), label, mesh, config, folder)
     run._early = early
-    for line in (*describe_code(), *describe_float32(mesh.device)):
+    for line in (*describe_untested_versions(), *describe_code(), *describe_float32(mesh.device)):
         run.say(line)
     Run.newest = run
     listen(run)

@@ -14,6 +14,7 @@ from torch.nn import functional
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.models.diffusion import plans
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -421,8 +422,10 @@ def build(kind: str, lora: bool = False) -> nn.Module:
 
         module.requires_grad_(False)
         torch.manual_seed(1)
-        module.add_adapter(
-            LoraConfig(r=4, lora_alpha=8, target_modules=list(case.lora_targets), init_lora_weights=False)
+        inject_adapter(
+            module,
+            LoraConfig(r=4, lora_alpha=8, target_modules=list(case.lora_targets), init_lora_weights=False),
+            ADAPTER,
         )
     return module
 

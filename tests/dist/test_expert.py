@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sfumato.errors import CheckpointError, ConfigError
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.expert import (
     apply_expert_parallel,
@@ -319,6 +320,8 @@ def test_adapters_on_experts_are_refused():
     from peft import LoraConfig
 
     module = build("moe")
-    module.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]))
+    inject_adapter(
+        module, LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.down_proj"]), ADAPTER
+    )
     with pytest.raises(ConfigError, match=r"experts\.base_layer: adapters on experts' weights"):
         apply_expert_parallel(module, Mesh(Layout(dp_shard=2, ep=2), torch.device("cpu")))

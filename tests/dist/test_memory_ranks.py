@@ -12,6 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel import memory
 from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.gradients import reduce_and_clip
@@ -190,7 +191,7 @@ def train_with_dropout(rows_at_once: int = 1, keyed: bool = True, **config: Any)
     module = case.build().requires_grad_(False)
     torch.manual_seed(1)
     targets = list(case.lora_targets)
-    module.add_adapter(LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.3))
+    inject_adapter(module, LoraConfig(r=4, target_modules=targets, init_lora_weights=False, lora_dropout=0.3), ADAPTER)
     keys = keyed_dropout(module.train(), seed=3)
     module = parallelize(module, mesh, parsed, case.plan(module))
     optimizer = torch.optim.AdamW(trainable_parameters(module).values(), lr=1e-2, eps=1e-4)

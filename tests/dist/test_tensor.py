@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.tensor import apply_tensor_parallel, fsdp_placement, match_plan
 from tests.dist.cases import CASES, Case, Outcome, build, difference, language_loss, make_mesh, packed_row, train
@@ -183,7 +184,7 @@ def adapter_refusal() -> str:
 
     mesh, _ = make_mesh(**TP2, **DDP)
     module = build("dense")
-    module.add_adapter(LoraConfig(r=4, target_modules=["q_proj"], use_dora=True))
+    inject_adapter(module, LoraConfig(r=4, target_modules=["q_proj"], use_dora=True), ADAPTER)
     with pytest.raises(ConfigError) as caught:
         apply_tensor_parallel(module, mesh, language_plan(module), False)
     return str(caught.value)

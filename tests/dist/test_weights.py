@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sfumato.errors import ConfigError
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel import keyed_weights, weight_files, weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize, shard_data_parallel
@@ -284,7 +285,7 @@ def load_beside_adapters(folder: str) -> list[str]:
     torch.manual_seed(1)
     targets = list(CASES["moe"].lora_targets)
     with real_stand_ins(module):
-        module.add_adapter(LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False))
+        inject_adapter(module, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False), ADAPTER)
     assert all(each.is_meta != each.requires_grad for each in module.parameters())
     module = cut(module, "moe", mesh, parsed)
     load_weights(module, Path(folder), mesh)

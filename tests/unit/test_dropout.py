@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from sfumato.errors import ConfigError
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.dropout import KeyedDropout, keep_mask, keyed_dropout
 from tests.dist.cases import CASES, build
 
@@ -166,7 +167,7 @@ def test_adapters_know_their_features():
     from peft import LoraConfig
 
     dense = CASES["dense"].build()
-    dense.add_adapter(LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.2))
+    inject_adapter(dense, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.2), ADAPTER)
     names = dense.state_dict().keys()
     keys = keyed_dropout(dense, 0)
     found = [each for each in dense.modules() if isinstance(each, KeyedDropout)]

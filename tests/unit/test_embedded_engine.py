@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3ForCausalLM
 
 from sfumato.errors import ConfigError
+from sfumato.models.language.row_cache import cache_argument
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
@@ -85,6 +87,26 @@ def test_log_probs_are_those_of_one_forward_pass_before_and_after_updates(kind: 
         assert module.training
         change(module, version)
         engine.flush()
+
+
+class RenamedCache(Qwen3ForCausalLM):
+    """Takes its cache by the name that transformers gives it since 5.24, whichever is installed."""
+
+    def forward(self, input_ids, position_ids=None, cache=None, use_cache=None, logits_to_keep=0):
+        argument = cache_argument(inspect.signature(Qwen3ForCausalLM.forward).parameters)
+        arguments = {"use_cache": use_cache, "logits_to_keep": logits_to_keep, argument: cache}
+        return super().forward(input_ids, position_ids=position_ids, **arguments)
+
+
+def test_a_cache_has_the_name_that_the_module_gives_it() -> None:
+    plain = make_module()
+    module = RenamedCache(plain.config)
+    module.load_state_dict(plain.state_dict())
+    requests = make_requests()
+    engine = EmbeddedEngine(module)
+    completions = complete(engine, requests, WARM)
+    assert type(engine._rows).__name__ == "CachedRows"
+    assert completions == complete(EmbeddedEngine(plain), requests, WARM)
 
 
 @pytest.mark.parametrize(

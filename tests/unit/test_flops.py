@@ -15,7 +15,7 @@ from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.flops import FlopCount, causal_pairs
-from sfumato.models.lora import add_lora
+from sfumato.models.lora import ADAPTER, add_lora, inject_adapter
 from tests.tiny import write_tiny_pipeline
 
 LENGTH = 24
@@ -157,7 +157,7 @@ def test_adapters_of_experts_count_for_the_experts_of_a_token() -> None:
 
     model = build("qwen3_moe")
     before = FlopCount(model)
-    model.add_adapter(PeftConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]))
+    inject_adapter(model, PeftConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]), ADAPTER)
     after = FlopCount(model)
     assert after.frozen_weights == before.active_weights
     assert after.trained_weights == 2 * 2 * 4 * (32 + 32)  # layers, experts of a token, rank, in + out

@@ -6,11 +6,21 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig as PeftLoraConfig
 from torch import nn
 
 from sfumato.config.sections import LoraConfig
 from sfumato.errors import ConfigError
-from sfumato.models.lora import add_lora, language_targets, merge_adapters, save_adapter, start_magnitudes
+from sfumato.models.lora import (
+    ADAPTER,
+    add_lora,
+    inject_adapter,
+    language_targets,
+    merge_adapters,
+    remove_adapters,
+    save_adapter,
+    start_magnitudes,
+)
 from sfumato.parallel.weights import build_on_meta
 from tests.dist.cases import build, packed_row
 
@@ -201,6 +211,29 @@ def test_saved_adapters_load_with_peft_and_with_transformers(case, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(base)
     for loaded in (PeftModel.from_pretrained(plain, folder), AutoModelForCausalLM.from_pretrained(folder)):
         torch.testing.assert_close(logits(loaded.eval()), logits(module), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_needs_no_peft_newer_than_transformers_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.24 refuses each peft below 0.22 in its own method."""
+    from transformers.integrations import peft
+
+    def refuse(min_version: str) -> None:
+        raise ValueError(f"please use a version >= {min_version}")
+
+    monkeypatch.setattr(peft, "check_peft_version", lambda min_version: None)
+    by_transformers = build("dense")
+    by_transformers.add_adapter(PeftLoraConfig(r=4, target_modules=ATTENTION))
+    monkeypatch.setattr(peft, "check_peft_version", refuse)
+    module = build("dense")
+    inject_adapter(module, PeftLoraConfig(r=4, target_modules=ATTENTION), ADAPTER)
+    assert trained_names(module) == trained_names(by_transformers) != set()
+    assert module.peft_config[ADAPTER].to_dict() == by_transformers.peft_config[ADAPTER].to_dict()
+    inject_adapter(module, PeftLoraConfig(r=2, target_modules=["q_proj"]), "second")
+    assert all(".second." in name for name in trained_names(module)), "the newest adapter alone is trained"
+    remove_adapters(module)
+    assert not [name for name in module.state_dict() if "lora_" in name]
+    inject_adapter(module, PeftLoraConfig(r=4, target_modules=ATTENTION), ADAPTER)
+    assert trained_names(module) == trained_names(by_transformers), "another adapter takes its place"
 
 
 REFUSED = {

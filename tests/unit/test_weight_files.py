@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from sfumato.errors import ConfigError
+from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weight_files import Held, Joined, Stacked, Swapped, TensorSource, equal_parts
@@ -313,7 +314,7 @@ def test_adapters_beside_weights_on_meta(tmp_path: Path):
 
     def adapted(module: nn.Module) -> nn.Module:
         torch.manual_seed(3)
-        module.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"))
+        inject_adapter(module, LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="gaussian"), ADAPTER)
         return module
 
     module = build_on_meta(qwen)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -10,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sfumato.models.estimate.activation_memory import autocast, count_cached, make_fake
 from sfumato.models.estimate.memory_plan import Planned
-from sfumato.models.language.row_cache import COLUMNS
+from sfumato.models.language.row_cache import COLUMNS, cache_argument
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.plan import find_blocks
 
@@ -71,12 +72,15 @@ def cached_bytes_per_token(planned: Planned) -> int | None:
     """
     module = planned.build().eval()
     blocks = find_blocks(module, planned.plan)
+    argument = cache_argument(inspect.signature(module.forward).parameters)
+    if argument is None:
+        return None
 
     def run(cache: DynamicCache) -> object:
         ids = torch.zeros(1, COLUMNS, dtype=torch.int64)
         positions = torch.arange(COLUMNS)[None]
         with autocast(planned.dtype):
-            return module(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+            return module(input_ids=ids, position_ids=positions, use_cache=True, **{argument: cache})
 
     with FakeTensorMode(allow_non_fake_inputs=True):
         make_fake(module)

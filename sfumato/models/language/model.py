@@ -29,7 +29,7 @@ from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
 from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
-from sfumato.models.lora import merge_adapters, save_adapter
+from sfumato.models.lora import inject_adapter, merge_adapters, save_adapter
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
@@ -231,7 +231,7 @@ class LanguageModel(PackedModel[TokenScores]):
             # ``self.module`` will not do: with pipeline parallelism it is a stage without the layers of the others
             adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():
-                adapted.add_adapter(adapter, name)
+                inject_adapter(adapted, adapter, name)
             if not merge:
                 save_adapter(adapted, weights, folder, None if self.source is None else str(self.source))
                 save_generation_config(folder, self.source, self.tokenizer)

@@ -25,7 +25,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import IdleImage, forget_lengths
 from sfumato.models.language.hf_config import give_weights, set_attention
 from sfumato.models.language.packed_attention import ATTENTION, MaskWatch
-from sfumato.models.lora import start_magnitudes
+from sfumato.models.lora import inject_adapter, start_magnitudes
 from sfumato.parallel.attention import shard_sequence
 from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
@@ -230,7 +230,7 @@ class PackedModel(ABC, Generic[Output]):
         """
         module = cast("PreTrainedModel", build_on_meta(self._build))
         for name, adapter in self._adapters().items():
-            module.add_adapter(adapter, name)
+            inject_adapter(module, adapter, name)
         trains = {name for name, parameter in module.named_parameters() if parameter.requires_grad} - self.frozen_names
         give_weights(module, weights)
         # ``give_weights`` has replaced the parameters by tensors with another requires_grad

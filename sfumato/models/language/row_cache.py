@@ -8,7 +8,7 @@ model passes. In shapes, R is the number of rows, and n rows take part in a forw
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any, cast
 
 import torch
@@ -23,9 +23,17 @@ from sfumato.parallel.kernels import CHANGES_SCORES
 ATTENTION = "sfumato_rows"
 """Name in transformers' registries."""
 
+CACHE_ARGUMENTS = ("cache", "past_key_values", "cache_params")
+"""What transformers' modules call the cache that they are given: since 5.24 ``cache``."""
+
 COLUMNS = 32
 """The numbers of columns that are computed, attended to and allocated are multiples of this, and a minimal number of
 rows takes part in each pass: most CPU kernels then round a row's results the same way whichever rows are beside it."""
+
+
+def cache_argument(arguments: Container[str]) -> str | None:
+    """The name among a module's arguments under which it takes a cache; None where it takes none."""
+    return next((name for name in CACHE_ARGUMENTS if name in arguments), None)
 
 
 def register_row_attention() -> str:

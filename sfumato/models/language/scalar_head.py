@@ -34,7 +34,7 @@ from sfumato.models.language.parts import (
 )
 from sfumato.models.language.router_loss import refuse_router_loss
 from sfumato.models.language.source_folder import float32_names
-from sfumato.models.lora import add_lora, language_targets, merge_adapters
+from sfumato.models.lora import add_lora, inject_adapter, language_targets, merge_adapters
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import build_on_meta
@@ -137,7 +137,7 @@ class ScalarModel(PackedModel[Tensor]):
         if adapters := self._adapters():
             adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():
-                adapted.add_adapter(adapter, name)
+                inject_adapter(adapted, adapter, name)
             weights = merge_adapters(adapted, weights)
         dtype = self.autocast_dtype or torch.float32
         float32_weights = float32_names(plain, self.source)

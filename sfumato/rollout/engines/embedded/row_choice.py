@@ -15,11 +15,11 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.probe_documents import with_images
+from sfumato.models.language.row_cache import cache_argument
 from sfumato.parallel.expert import has_experts
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.rows import (
-    CACHE_ARGUMENTS,
     CachedRows,
     GroupedRows,
     RecomputedRows,
@@ -196,13 +196,13 @@ def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows 
     def cached(cost: int) -> CachedRows | str:
         if not can_set_attention(module):
             return f"{name} has an attention of its own"
-        if not {"position_ids", "past_key_values"} <= set(forward.arguments):
+        if "position_ids" not in forward.arguments or cache_argument(forward.arguments) is None:
             return f"{name} takes no position_ids"
         return CachedRows(forward, max_tokens, cost)
 
     def grouped(attention: str | None, gives_positions: bool) -> Callable[[int], GroupedRows | str]:
         def make(cost: int) -> GroupedRows | str:
-            if not {*CACHE_ARGUMENTS} & set(forward.arguments):
+            if cache_argument(forward.arguments) is None:
                 return f"{name} takes no cache"
             if forward.vision is not None:
                 return f"{name} sees images, whose positions a cache of transformers keeps in the module"

@@ -20,14 +20,11 @@ from transformers import DynamicCache
 
 from sfumato.data.media.vision import Images, MultimodalInputs, Tensors
 from sfumato.models.language.document_rows import SHORT, WORTH_PADDING
-from sfumato.models.language.row_cache import COLUMNS, RowCache, register_row_attention
+from sfumato.models.language.row_cache import COLUMNS, RowCache, cache_argument, register_row_attention
 from sfumato.rollout.engines.embedded.forward import Forward
 
 FEWEST_ROWS = 4
 """Rows that take part in a forward pass at least; see ``COLUMNS``."""
-
-CACHE_ARGUMENTS = ("past_key_values", "cache_params")
-"""What transformers' modules call the cache that they are given."""
 
 RowNumbers = Sequence[int] | np.ndarray
 """Numbers of rows; as an array int64 ``[k]``."""
@@ -88,6 +85,7 @@ class CachedRows:
         self._max_tokens = rounded_up(max_tokens)
         self._cache = RowCache()
         self._attention = register_row_attention()
+        self._argument = _cache_argument(forward)
         # For each row the rotary position of a new token minus its column: not 0 after images, whose tokens share
         # positions.
         self._ahead = np.zeros(0)
@@ -188,9 +186,9 @@ class CachedRows:
         logits = self._forward(
             input_ids,
             self._attention,
-            past_key_values=cache,
             use_cache=True,
             **arguments,
+            **{self._argument: cache},
         )
         self.bytes_per_token = cache.bytes_per_token
         return logits
@@ -204,6 +202,12 @@ class CachedRows:
     def clear(self) -> None:
         """See ``Rows``."""
         self._cache.clear()
+
+
+def _cache_argument(forward: Forward) -> str:
+    argument = cache_argument(forward.arguments)
+    assert argument is not None, "a module that takes no cache has neither rows nor groups of them"
+    return argument
 
 
 @dataclass(eq=False)
@@ -242,7 +246,7 @@ class GroupedRows:
         self._max_tokens = max_tokens
         self._attention = attention
         self._gives_positions = gives_positions
-        self._argument = next(name for name in CACHE_ARGUMENTS if name in forward.arguments)
+        self._argument = _cache_argument(forward)
         self._groups: list[_Group] = []
         self.bytes_per_token = bytes_per_token
 

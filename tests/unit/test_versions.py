@@ -1,0 +1,54 @@
+"""Packages outside of the versions that were tested."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from sfumato.config.versions import describe_untested_versions
+
+ROOT = Path(__file__).parents[2]
+LISTED = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+REQUIREMENTS = {requirement.name: requirement for requirement in map(Requirement, LISTED)}
+
+
+@pytest.fixture(autouse=True)
+def installed_as_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if sfumato had been installed since ``pyproject.toml`` was changed."""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda name: [*LISTED, "a-tool>=1; extra == 'dev'"])
+
+
+@pytest.mark.parametrize("package", ["torch", "transformers", "diffusers", "peft"])
+def test_a_version_that_nobody_has_tried_is_not_installed_and_is_said_where_it_is(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More of these packages is used than what their pages promise."""
+    requirement = REQUIREMENTS[package]
+    assert any(bound.operator == "<" for bound in requirement.specifier), f"{package} has no upper bound"
+    version = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "99.1" if name == package else version(name))
+    (sentence,) = describe_untested_versions()
+    assert sentence.startswith(f"{package} 99.1 is not among the versions")
+    assert sentence.endswith(f"pip install '{requirement}'")
+
+
+def test_what_is_not_installed_has_no_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> list[str]:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "requires", missing)
+    assert describe_untested_versions() == []
+
+
+def test_the_versions_of_the_tests_are_in_the_ranges() -> None:
+    """An upper bound that was forgotten when ``constraints.txt`` moved would make the README's commands fail."""
+    pins = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    version_of = {name.lower(): version for name, version in pins}
+    for name, requirement in REQUIREMENTS.items():
+        assert requirement.specifier.contains(version_of[name.lower()]), requirement
+    assert describe_untested_versions() == []
