@@ -132,12 +132,13 @@ def inject_adapter(module: nn.Module, adapter: PeftConfig, name: str) -> None:
 
 def remove_adapters(module: nn.Module) -> None:
     """Takes all adapters of a transformers model out of it, whatever peft is installed: see ``inject_adapter``."""
+    from peft import PeftType
     from peft.functional import delete_adapter
 
     configurations: dict[str, PeftConfig] = getattr(module, "peft_config", {})
     for name, config in configurations.items():
-        assert config.peft_type is not None
-        delete_adapter(module, adapter_name=name, prefix=f"{config.peft_type.value.lower()}_")
+        kind = PeftType(config.peft_type)
+        delete_adapter(module, adapter_name=name, prefix=f"{kind.value.lower()}_")
     configurations.clear()
 
 
