@@ -29,7 +29,7 @@ import torch.distributed as dist
 from sfumato.kernels import choose_kernels
 from sfumato.models.diffusion import plans
 from sfumato.parallel.parallelize import parallelize
-from sfumato.parallel.shards import all_parameters, trainable_parameters
+from sfumato.parallel.shards import Shards, all_parameters, trainable_parameters
 from sfumato.runtime.weight_sync.checksum import local_checksums
 from sfumato.runtime.weight_sync.sync import Rescoring, SyncReport, WeightSync
 from tests.dist.cases import make_mesh
@@ -102,8 +102,9 @@ def copy_seconds(peer: Peer, repeats: int, clock: str = "wall") -> float:
 
 def checksum_seconds(peer: Peer, repeats: int, clock: str = "wall") -> float:
     """Of what is trained."""
-    found = trainable_parameters(peer.received_module)
-    return min(timed(lambda: local_checksums(peer.received_module, peer.mesh, found), repeats, clock))
+    parameters = trainable_parameters(peer.received_module)
+    shards = Shards(peer.received_module, peer.mesh, parameters)
+    return min(timed(lambda: local_checksums(shards, peer.mesh.device, parameters), repeats, clock))
 
 
 def link_seconds(num_bytes: int, bucket_bytes: int, repeats: int) -> float:

@@ -97,6 +97,9 @@ class MeshReceiver:
         self.mesh = state.mesh
         self.shards = Shards(self.module, self.mesh, all_parameters(self.module))
         self.staged: dict[str, torch.Tensor] = {}
+        self.applied: dict[str, nn.Parameter] = {}
+        """The module's parameters, from ``apply`` to ``checksums``: looking for them takes longer than adapters' sums.
+        """
 
     @property
     def module(self) -> nn.Module:
@@ -119,19 +122,21 @@ class MeshReceiver:
     def apply(self, version: int) -> None:
         """Copies the kept shards into the module."""
         del version
-        parameters = all_parameters(self.module)
+        self.applied = all_parameters(self.module)
         for name, shard in self.staged.items():
-            place = local(parameters[name])
+            place = local(self.applied[name])
             place.copy_(shard.reshape(place.shape))
         self.staged = {}
 
     def checksums(self, names: Iterable[str]) -> Checksums:
-        """Checksums of the module's parameters and buffers of these names. Every rank must call it."""
-        module = self.module
+        """Checksums of the module's parameters and buffers of these names, after ``apply``."""
         wanted = set(names)
-        parameters = {name: tensor for name, tensor in all_parameters(module).items() if name in wanted}
-        buffers = {name: tensor for name, tensor in persistent_buffers(module).items() if name in wanted}
-        return local_checksums(module, self.mesh, parameters, buffers)
+        parameters = {name: tensor for name, tensor in self.applied.items() if name in wanted}
+        self.applied = {}
+        buffers: dict[str, torch.Tensor] = {}
+        if len(parameters) < len(wanted):
+            buffers = {name: tensor for name, tensor in persistent_buffers(self.module).items() if name in wanted}
+        return local_checksums(self.shards, self.mesh.device, parameters, buffers)
 
 
 class ReceivingEnd:
@@ -159,6 +164,8 @@ class ReceivingEnd:
         """The version that was received but not applied yet."""
         self.last: int | None = None
         """The newest version that was received."""
+        self.reused: dict[str, torch.Tensor] = {}
+        """Memory of the shards of the version before, which the next is copied into, see ``_keep``."""
 
     def receive(self, version: int, delivery: object) -> None:
         """Has the receiver load a version. The role's process group is not used."""
@@ -197,8 +204,20 @@ class ReceivingEnd:
         for name, tensor in tensors:
             if name not in self.sent_names:
                 raise WeightSyncError(f"version {version}: {name} was sent but not announced")
-            # A shard outlives the bucket that ``tensor`` is a view of.
-            yield name, tensor if shards is None else shards.shard(name, tensor).clone()
+            yield name, tensor if shards is None else self._keep(name, shards.shard(name, tensor))
+
+    def _keep(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """A copy of a shard, which outlives the bucket that the shard is a view of.
+
+        On a CPU it is in the memory of the version before, which was applied: to allocate there takes several times as
+        long as to copy. On a GPU the allocator caches memory, which others can use meanwhile.
+        """
+        if name in self.reused:
+            return self.reused[name].copy_(shard)
+        copied = shard.clone()
+        if self.mesh.device.type == "cpu":
+            self.reused[name] = copied
+        return copied
 
     def find_loaded(self, problem: str) -> str:
         """Tells ranks whose weights another one has loaded where these are. All ranks must call it.

@@ -180,7 +180,8 @@ def send(
                 raise NonFiniteError(
                     f"weights of version {version} in the actor are NaN or infinite: {listed(bad)}. They were not sent"
                 )
-            ranks = mesh.gather(local_checksums(module, mesh, parameters, buffers, sender.specs), over="world")
+            sums = local_checksums(source.shards, mesh.device, parameters, buffers, sender.specs)
+            ranks = mesh.gather(sums, over="world")
             shapes = {name: sender.specs[name].shape for name in (*names, *buffers)}
             totals = add_up(ranks, shapes, f"weights of version {version} in the actor")
             log_probs = None if tokens is None else state.rescore(module, tokens)
