@@ -219,6 +219,11 @@ RULES = [
         "runs the suite again and again; what it makes of a line: tests/unit/test_mutants.py",
     ),
     Rule(
+        r"python -m tests\.survey\.recipes( my_family)?$",
+        None,
+        "takes an hour; tests/survey/test_recipes_table.py runs it for a family and a recipe",
+    ),
+    Rule(
         r"python -m tests\.survey\.survey --write$",
         None,
         "takes minutes; tests/survey/test_survey.py runs what it does, and compares the page",
