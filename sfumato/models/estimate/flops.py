@@ -16,7 +16,7 @@ from sfumato.data.media.vision import ImageReader, Vision
 from sfumato.data.text.document_cost import SightedCost
 from sfumato.errors import ConfigError
 from sfumato.models.estimate.sound_flops import sound_flops
-from sfumato.parallel.expert import find_experts, has_experts
+from sfumato.parallel.expert_modules import find_experts, has_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -26,22 +26,22 @@ from sfumato.models.language.document_rows import IdleImage, forget_lengths
 from sfumato.models.language.hf_config import give_weights, set_attention
 from sfumato.models.language.packed_attention import ATTENTION, MaskWatch
 from sfumato.models.lora import start_magnitudes
-from sfumato.parallel.attention import shard_sequence
-from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.packed_rows import Batch, pad_together, shard_sequence
 from sfumato.parallel.parallelize import accumulate, move_to_devices, parallelize, weights_device
-from sfumato.parallel.pipeline import Pipeline, StageArguments, build_pipeline, positions_alone
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.positions import remember_whole
 from sfumato.parallel.shards import whole_shapes
-from sfumato.parallel.stages import Batch, pad_together
-from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
+from sfumato.parallel.weights import build_on_meta, load_weights
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.parallel.balance import ExpertBalancer
+    from sfumato.parallel.pipeline import Pipeline, StageArguments
 
 COMPILED_MULTIPLE = 256
 """Row lengths are multiples of this where blocks are compiled."""
@@ -187,6 +187,8 @@ class PackedModel(ABC, Generic[Output]):
         plan = replace(language_plan(self.module), graph_breaks=self.attention == ATTENTION or mesh.layout.cp > 1)
         dtype = self.autocast_dtype
         if mesh.layout.pp > 1:
+            from sfumato.parallel.pipeline import build_pipeline
+
             self._pipeline = build_pipeline(self.module, mesh, config, plan, dtype)
             self.module = self._pipeline.module  # this rank's stage
         else:
@@ -199,11 +201,15 @@ class PackedModel(ABC, Generic[Output]):
                 from_rank0 = config.broadcast_model_weights_from_rank0
                 load_weights(self.module, self.source, mesh, from_rank0, device=device)
             else:
+                from sfumato.parallel.random_weights import initialise_on_meta
+
                 initialise_on_meta(self.module, self._build, mesh, config.seed, device)
             start_magnitudes(self.module)  # DoRA's are the norms of the weights that have just been read
         move_to_devices(self.module, mesh, config)
         self.module.train()
         if config.expert_bias_rate > 0:
+            from sfumato.parallel.balance import ExpertBalancer
+
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)
 
     def set_row_layout(self, attention: str, row_layout: RowLayout) -> None:
@@ -451,6 +457,8 @@ class PackedModel(ABC, Generic[Output]):
     def _stage_arguments(self, batches: Sequence[TokenBatch]) -> StageArguments:
         """The arguments of a pipeline's stages for micro-batches: positions for all stages, images for the first."""
         if self.vision is None:
+            from sfumato.parallel.pipeline import positions_alone
+
             return positions_alone
 
         def select_arguments(row: Batch, first: bool) -> Tensors:

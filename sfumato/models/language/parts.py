@@ -32,7 +32,7 @@ from sfumato.models.language.source_folder import (
 )
 from sfumato.models.lora import refuse_adapter
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.parallel.weights import build_on_meta, build_with_random_weights, refuse_not_finite
+from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -139,6 +139,8 @@ def build_module(
     if train.init_device == "meta":
         return cast("PreTrainedModel", build_on_meta(make)), make
     if source is None:
+        from sfumato.parallel.random_weights import build_with_random_weights
+
         # random weights depend on the run's seed alone, not on what has been drawn before
         return cast("PreTrainedModel", build_with_random_weights(make, train.seed)), make
     # transformers draws weights that the folder lacks before ``finish`` sets them: the run's generator must not move

@@ -15,7 +15,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.probe_documents import with_images
-from sfumato.parallel.expert import has_experts
+from sfumato.parallel.expert_modules import has_experts
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.rows import (
