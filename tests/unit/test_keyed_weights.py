@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from sfumato.errors import ConfigError
-from sfumato.parallel import keyed_weights
+from sfumato.parallel import keyed_weights, random_weights
 from sfumato.parallel.keyed_weights import NOT_ON_META, draw_chunk, problems_of, record_initialisation
 from sfumato.parallel.random_weights import build_with_random_weights
 from sfumato.parallel.shards import whole_chunk
