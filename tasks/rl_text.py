@@ -35,7 +35,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import RankBatch, SampleRequest, requests_of
-from sfumato.rollout.debug.dumps import RolloutDumps
+from sfumato.rollout.debug.dump_writer import RolloutDumps
 from sfumato.rollout.oversampling.dynamic_sampling import dynamic_sampling, sampling_metrics
 from sfumato.rollout.text.packing import (
     add_values,

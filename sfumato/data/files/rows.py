@@ -27,7 +27,6 @@ from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
 from sfumato.data.files.folders import data_ending, find_sources
 from sfumato.data.files.mapped_rows import MappedRows
 from sfumato.data.files.row_table import FileTable, RowTable
-from sfumato.data.files.webdataset import TarRows
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
@@ -313,12 +312,19 @@ def read_csv_rows(path: Path) -> LoadedRows:
     return LoadedRows(path, rows)
 
 
+def open_shard(path: Path) -> FileTable:
+    """Opens a shard of webdataset; see ``TarRows``."""
+    from sfumato.data.files.webdataset import TarRows
+
+    return TarRows(path)
+
+
 KINDS: dict[str, Callable[[Path], FileTable]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_rows,
     ".parquet": ParquetRows,
     ".arrow": ArrowRows,
-    ".tar": TarRows,
+    ".tar": open_shard,
     ".csv": read_csv_rows,
 }
 """Functions that open a file, by its ending; .txt and compressed files are opened by ``open_file`` itself."""

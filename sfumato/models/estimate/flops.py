@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from torch import nn
 
-from sfumato.data.media.vision import ImageReader, Vision
 from sfumato.data.text.document_cost import SightedCost
 from sfumato.errors import ConfigError
 from sfumato.models.estimate.sound_flops import sound_flops
@@ -20,6 +19,8 @@ from sfumato.parallel.expert_modules import find_experts, has_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from sfumato.data.media.vision import ImageReader, Vision
 
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Names, in configurations, of the number of experts that a token is routed to."""

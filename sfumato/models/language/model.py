@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sfumato.algorithms.device import to_device
 from sfumato.config.sections import TrainConfig
-from sfumato.data.media.vision import MultimodalInputs, Vision, join_media
+from sfumato.data.media.document_media import MultimodalInputs, join_media
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.estimate.flops import DRAWS
@@ -37,6 +37,8 @@ from sfumato.parallel.weights import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.data.media.vision import Vision
 
 WORTH_PICKING = 0.9
 """Logits are computed for the tokens with a label alone where these are less than this fraction of all; picking them

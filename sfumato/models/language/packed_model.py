@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.sections import TrainConfig
-from sfumato.data.media.vision import KINDS, Images, MultimodalInputs, Vision, join_media
+from sfumato.data.media.document_media import KINDS, Images, MultimodalInputs, join_media
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import IdleImage, forget_lengths
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from sfumato.data.media.vision import Vision
     from sfumato.parallel.balance import ExpertBalancer
     from sfumato.parallel.pipeline import Pipeline, StageArguments
 

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sfumato.errors import WeightSyncError
 from sfumato.runtime.roles import Future
-from sfumato.runtime.weight_sync.sender import Sent
+
+if TYPE_CHECKING:
+    from sfumato.runtime.weight_sync.sender import Sent
 
 FACTOR = 3.0
 """What an engine may be away, in distances that rounding alone causes. SmolLM2-135M in vLLM is 0.8 to 1.9 away, with

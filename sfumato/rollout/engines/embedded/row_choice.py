@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.media.vision import Images, Tensors
+from sfumato.data.media.document_media import Images, Tensors
 from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION
