@@ -67,7 +67,7 @@ from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import MicroBatch, Update
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task

@@ -25,7 +25,6 @@ from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
 from sfumato.data.files.folders import data_ending, find_sources
-from sfumato.data.files.mapped_rows import MappedRows
 from sfumato.data.files.row_table import FileTable, RowTable
 from sfumato.errors import DataError
 
@@ -376,7 +375,11 @@ class RowFile:
 
     def with_mapping(self, rows: RowTable) -> RowTable:
         """Rows of this file by the names that formats know."""
-        return rows if self.mapping is None else MappedRows(rows, self.mapping)
+        if self.mapping is None:
+            return rows
+        from sfumato.data.files.mapped_rows import MappedRows
+
+        return MappedRows(rows, self.mapping)
 
 
 def find_row_files(path: str | Path, text_column: str, option: str, held_out: bool = False) -> list[RowFile]:

@@ -31,7 +31,6 @@ from sfumato.models.language.router_loss import (
     refuse_router_loss,
 )
 from sfumato.models.language.source_folder import describe_left_out
-from sfumato.models.lora import add_lora, language_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -104,6 +103,8 @@ def build_language_model(
     model.frozen_names = freeze(module, config.freeze)
     model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
+        from sfumato.models.lora import add_lora, language_targets
+
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model
 

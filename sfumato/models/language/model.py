@@ -29,7 +29,6 @@ from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
 from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
-from sfumato.models.lora import merge_adapters, save_adapter
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
@@ -230,6 +229,8 @@ class LanguageModel(PackedModel[TokenScores]):
         save_tokenizer(self.tokenizer, folder)  # after the processor's files, whose chat template it replaces
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters:
+            from sfumato.models.lora import merge_adapters, save_adapter
+
             # ``self.module`` will not do: with pipeline parallelism it is a stage without the layers of the others
             adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():

@@ -25,7 +25,6 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import IdleImage, forget_lengths
 from sfumato.models.language.hf_config import give_weights, set_attention
 from sfumato.models.language.packed_attention import ATTENTION, MaskWatch
-from sfumato.models.lora import start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
@@ -198,6 +197,8 @@ class PackedModel(ABC, Generic[Output]):
         # weights on meta are read after sharding, so that no rank holds the whole model
         device = weights_device(mesh, config)
         if any(parameter.is_meta for parameter in self.module.parameters()):
+            from sfumato.models.lora import start_magnitudes
+
             if self.source is not None:
                 from_rank0 = config.broadcast_model_weights_from_rank0
                 load_weights(self.module, self.source, mesh, from_rank0, device=device)

@@ -30,7 +30,6 @@ from sfumato.models.language.source_folder import (
     refuse_loss_terms,
     refuse_other_head,
 )
-from sfumato.models.lora import refuse_adapter
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
@@ -219,6 +218,8 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
+            from sfumato.models.lora import refuse_adapter
+
             # both have a better message for a folder of another kind
             refuse_adapter(folder)
             refuse_other_layout(str(config.model_path))

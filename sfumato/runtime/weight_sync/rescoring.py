@@ -41,17 +41,6 @@ expert, raises it first. The maximum is not bounded, which rounding alone makes 
 
 
 @dataclass(frozen=True)
-class Rescoring:
-    """How a receiver that fuses or quantises its weights is verified."""
-
-    tokens: torch.Tensor | Sequence[Sequence[int]]
-    """int64 ``[N, T]``; or beginnings of texts, which the sampler's engine goes on from when it is connected: a model
-    is sure of what it draws itself, so that rounding moves those log-probs less than others."""
-    tolerance: float | None = None
-    """Largest difference between the log-probs of actor and sampler, in nats; None is measured, see ``FACTOR``."""
-
-
-@dataclass(frozen=True)
 class Distance:
     """How far log-probs of single tokens are apart, in nats."""
 
