@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import BatchFeature
 
-    from sfumato.data.media.kinds import File
-
 KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}
 """The kind of a medium by its type, of files and of opened media; a medium of any other type is an image."""
 
