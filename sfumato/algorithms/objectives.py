@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
 
 import torch
 
+from sfumato.algorithms.dynamics import GaussianStep
+
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
     from torch import Tensor
-
-    from sfumato.algorithms.dynamics import GaussianStep
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
+from sfumato.algorithms.dynamics import GaussianStep
 from sfumato.algorithms.objectives import RatioObjective, SampledSteps
 from sfumato.algorithms.reading import Numbers
 from sfumato.algorithms.sequences import Sequences
@@ -26,8 +27,6 @@ from sfumato.algorithms.token_kl import estimate
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32, Float64, Int64
     from torch import Tensor
-
-    from sfumato.algorithms.dynamics import GaussianStep
 
 Level = Literal["step", "trajectory", "trajectory_mean", "token", "sequence", "sequence_mean"]
 """Over which rows a ratio is formed: ``step``, each row by itself; ``trajectory``, the product over all rows of its

@@ -216,7 +216,7 @@ MOST_LINES = {
     "rl_diffusion": 29_400,
     "rl_diffusion_direct": 28_700,
     "rl_diffusion_forward": 29_100,
-    "rl_text": 32_700,
+    "rl_text": 33_000,
     "train_autoencoder": 21_300,
     "train_dit": 24_500,
     "train_dit_dpo": 25_800,
