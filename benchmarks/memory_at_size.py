@@ -61,11 +61,12 @@ def measure(name: str, num_parameters: float) -> dict[str, float]:
     from transformers import AutoModelForCausalLM, Qwen3Config
 
     from sfumato.config.sections import TrainConfig
-    from sfumato.parallel import weights
+    from sfumato.parallel import random_weights
     from sfumato.parallel.mesh import build_mesh, close_mesh
     from sfumato.parallel.parallelize import parallelize
     from sfumato.parallel.plan import language_plan
-    from sfumato.parallel.weights import build_on_meta, initialise_on_meta
+    from sfumato.parallel.random_weights import initialise_on_meta
+    from sfumato.parallel.weights import build_on_meta
 
     train = TrainConfig(output_dir=tempfile.mkdtemp(), device="cpu", mixed_precision="bf16")
     mesh = build_mesh(train)
@@ -78,10 +79,10 @@ def measure(name: str, num_parameters: float) -> dict[str, float]:
         on_meta = build_on_meta(build)
         module = parallelize(on_meta, mesh, train, language_plan(on_meta), torch.bfloat16)
         if name.startswith("scratch"):
-            weights.LARGEST_IN_SEQUENCE = 2**60 if name == "scratch: in sequence" else 0
+            random_weights.LARGEST_IN_SEQUENCE = 2**60 if name == "scratch: in sequence" else 0
             run = partial(initialise_on_meta, module, build, mesh, 0)
         else:
-            weights.LARGEST_IN_SEQUENCE = 0
+            random_weights.LARGEST_IN_SEQUENCE = 0
             initialise_on_meta(module, build, mesh, 0)
             run = partial(gather if name.startswith("gather") else export, name, module, build, mesh)
             if name == "gather: after an update":

@@ -35,7 +35,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
 from sfumato.rollout.batch import RankBatch, SampleRequest, requests_of
-from sfumato.rollout.debug.dumps import RolloutDumps
+from sfumato.rollout.debug.dump_writer import RolloutDumps
 from sfumato.rollout.oversampling.dynamic_sampling import dynamic_sampling, sampling_metrics
 from sfumato.rollout.text.packing import (
     add_values,
@@ -67,7 +67,7 @@ from sfumato.runtime.roles import Roles
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.runtime.stream import RolloutStream
 from sfumato.runtime.update import MicroBatch, Update
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import run_task

@@ -14,7 +14,7 @@ from benchmarks.gpu.syncs import Waits
 from sfumato.parallel.expert import grouped_experts
 
 if TYPE_CHECKING:
-    from sfumato.parallel.expert import ExpertsModule
+    from sfumato.parallel.expert_modules import ExpertsModule
 
 ROUTES = {"all experts": 1, "half of them": 2, "one in sixteen": 16}
 """Only every so-manieth expert gets tokens."""

@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -19,12 +19,14 @@ from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import saved_shard
 from sfumato.optim.trained import Trained
-from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.finite import NAMED, listed
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, chunks_of, local
 from sfumato.tracking.identity import KEY as IDENTITY
 from sfumato.tracking.identity import Identity, compare_identity
+
+if TYPE_CHECKING:
+    from sfumato.parallel.balance import ExpertBalancer
 
 OPTIONAL = {
     "ema": "moving average (train.ema_decay)",
@@ -239,6 +241,8 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh, sectio
     compare_tensors(stored, stored_specs, weights.specs(), model_name(module))
     stored.read(weights.parts())
     if any(key.startswith("balancer/") for key in stored.tensors):
+        from sfumato.parallel.balance import ExpertBalancer
+
         balancer = ExpertBalancer(module, mesh, 0.0)
         biases = SavedTensors("balancer", balancer.state_dict())
         stored.read(biases.parts())

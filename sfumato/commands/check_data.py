@@ -19,9 +19,8 @@ from sfumato.data.files.sources import Sources, open_sources, open_validation
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.images.prompts import check_prompts, load_prompts
 from sfumato.data.loader import IndexLoader
-from sfumato.data.media.kinds import check_head
 from sfumato.data.media.pictures import is_enlarged
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import ImageReader, check_head
 from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
 from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.data.synthetic.glyphs import GlyphDataset

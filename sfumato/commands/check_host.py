@@ -14,7 +14,7 @@ from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.models.language.probe import LARGEST_COPY
 from sfumato.parallel.keyed_weights import PIECE
-from sfumato.parallel.weights import LARGEST_IN_SEQUENCE
+from sfumato.parallel.random_weights import LARGEST_IN_SEQUENCE
 
 if TYPE_CHECKING:
     from sfumato.commands.check_data import DataFindings

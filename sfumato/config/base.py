@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import pkgutil
+import typing
 from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -231,3 +232,10 @@ def refuse_needless(section: Section, path: str, names: Sequence[str], why: str)
     for name in names:
         if name in section.non_defaults:
             raise ValueError(f"{path}.{name} has no effect {why}")
+
+
+def inner_section(annotation: object) -> type[BaseModel] | None:
+    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((section for arg in typing.get_args(annotation) if (section := inner_section(arg))), None)

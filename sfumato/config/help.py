@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from sfumato.config.base import Section, Variant, find_variants
+from sfumato.config.base import Section, Variant, find_variants, inner_section
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -289,13 +289,6 @@ def _metadata(field: FieldInfo) -> list[Any]:
     """Annotations of a field and of the items of a list field."""
     items = typing.get_args(field.annotation)
     return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]
-
-
-def inner_section(annotation: object) -> type[BaseModel] | None:
-    """The section class inside an annotation such as ``Section | None`` or ``list[Section]``."""
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return annotation
-    return next((section for arg in typing.get_args(annotation) if (section := inner_section(arg))), None)
 
 
 def _type_name(annotation: object, variant: Variant | None) -> str:

@@ -19,11 +19,9 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from sfumato.config.as_written import with_written_texts
-from sfumato.config.base import Section, leaves
+from sfumato.config.base import Section, inner_section, leaves
 from sfumato.config.file_checks import file_problem
-from sfumato.config.help import format_help, inner_section
 from sfumato.config.hub import has_hub_names, pin_revisions
-from sfumato.config.other_tools import explain_option
 from sfumato.config.paths import CHECKPOINT_NAME
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
@@ -413,6 +411,8 @@ def parse_config(schema: type[SectionT], arguments: list[str] | None = None) -> 
     """
     arguments = sys.argv[1:] if arguments is None else arguments
     if asks_for_help(arguments):
+        from sfumato.config.help import format_help
+
         print(format_help(schema, help_part(arguments)))
         raise SystemExit(0)
     if not arguments or arguments[0].startswith("--"):
@@ -461,6 +461,8 @@ def _foreign(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
     """The end of a message about an unknown key: what it is called here, where it is an option of another tool."""
     if error["type"] != "extra_forbidden":
         return ""
+    from sfumato.config.other_tools import explain_option
+
     return explain_option(".".join(map(str, error["loc"])), error.get("input"), schema)
 
 

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import yaml
 from pydantic import BaseModel
 
-from sfumato.config.base import Variant, find_variants
-from sfumato.config.help import inner_section
+from sfumato.config.base import Variant, find_variants, inner_section
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo

@@ -9,16 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.data.files.file_digests import FileDigests
-from sfumato.data.files.file_rows import FileRows
-from sfumato.data.files.mapped_rows import MappedRows
-from sfumato.data.files.picture_folder import FolderRows
-from sfumato.data.files.rows import JoinedRows
-from sfumato.data.media.pictures import File
+from sfumato.data.media.kinds import File
 
 if TYPE_CHECKING:
     from sfumato.config.sections import TaskConfig
-    from sfumato.data.files.row_table import RowTable
 
 BLOCK, BLOCKS = 1 << 20, 64
 """Size in bytes and number of the pieces of a large file that are read, at even distances. Smaller files are read
@@ -40,6 +34,8 @@ def content_of_media(config: TaskConfig, files: Iterable[File], field: str) -> d
     paths = [file for file in files if isinstance(file, Path)]
     if not paths:
         return {}
+    from sfumato.data.files.file_digests import FileDigests
+
     digests = FileDigests(Path(config.train.output_dir) / "files.npy", sampled_digest)
 
     def digest(path: Path) -> bytes:
@@ -85,19 +81,6 @@ def content_of_file(path: Path, blocks: int | None = None) -> str:
 def content_of_model_file(path: Path) -> str:
     """The digest of a file of a model; fewer pieces are enough, since training changes every part of its weights."""
     return content_of_file(path, MODEL_BLOCKS)
-
-
-def digest_rows(rows: RowTable) -> str | list[object]:
-    """What identifies the rows of a table, as values that JSON can hold: digests of files, or a listing of a folder."""
-    if isinstance(rows, JoinedRows):
-        return [digest_rows(part) for part in rows.parts]
-    if isinstance(rows, MappedRows):
-        return [digest_rows(rows.rows), rows.mapping.content]
-    if isinstance(rows, FileRows):
-        return content_of_file(rows.path)
-    if isinstance(rows, FolderRows):
-        return [[str(path.relative_to(rows.root)), path.stat().st_size] for path in rows.files()]
-    return "made in code"  # as the configuration says
 
 
 def digest_value(value: object) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from sfumato.config.sections import LoraConfig
 from sfumato.errors import ConfigError
 from sfumato.models.adapter_variants import merge_variant, never_skip, variant_config
-from sfumato.parallel.expert import has_experts
+from sfumato.parallel.expert_modules import has_experts
 from sfumato.parallel.plan import find_blocks, language_plan
 from sfumato.parallel.shards import local, plain_name, shard_of, whole
 from sfumato.parallel.weights import real_stand_ins

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from sfumato.parallel.expert import find_experts, has_experts
+from sfumato.parallel.expert_modules import find_experts, has_experts
 from sfumato.parallel.shards import local, placed_like, plain_name, ranges_of, whole, whole_shapes
 
 MOMENTUM = 0.95

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.optim.muon import Muon, hidden_matrices
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
 
@@ -65,7 +64,11 @@ def build_optimizer(
         MissingDependencyError: when adamw8bit is asked for and torchao is not installed.
     """
     parameters = trainable_parameters(module)
-    hidden = hidden_matrices(module) & parameters.keys() if config.optimizer == "muon" else set()
+    hidden: set[str] = set()
+    if config.optimizer == "muon":
+        from sfumato.optim.muon import hidden_matrices
+
+        hidden = hidden_matrices(module) & parameters.keys()
     entries = {name: _find_entry(name, config) for name in parameters}
     _check_choices(module, config, entries, hidden, mesh)
 
@@ -171,6 +174,8 @@ def _check_choices(
 def _make_optimizer(groups: list[dict[str, object]], config: TrainConfig, fused: bool) -> torch.optim.Optimizer:
     settings = {"lr": config.lr, "betas": config.betas, "eps": config.eps}
     if config.optimizer == "muon":
+        from sfumato.optim.muon import Muon
+
         return Muon(groups, fused=fused, **settings)
     for group in groups:
         group.pop("orthogonal", None)  # Muon's own key

@@ -25,9 +25,8 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.parallel.kernels import attend, attend_backward
-from sfumato.parallel.mesh import Mesh, range_of_rank
-
-SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.packed_rows import head_tail_chunks, shard_sequence
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,48 +159,6 @@ def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) 
     ]
     tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
     return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, block)) for block in blocks), tuple(tiles))
-
-
-def head_tail_chunks(total: int, size: int) -> list[range]:
-    """Twice as many chunks of a sequence as ranks; rank i holds chunks i and 2 size - 1 - i, so causal work is even.
-
-    The parts of ranks differ by one token at most.
-    """
-    return [range_of_rank(total, index, 2 * size) for index in range(2 * size)]
-
-
-def shard_sequence(batch: Mapping[str, Tensor], mesh: Mesh) -> dict[str, Tensor]:
-    """This rank's part of packed rows: a chunk near the head and its mirror image near the tail.
-
-    Args:
-        batch: ``input_ids`` (or ``inputs_embeds``) [B, S, ...] and others; every tensor with S tokens in dimension 1
-            is cut. Labels must be shifted already. Without ``position_ids`` each row is one document.
-        mesh: the ranks.
-
-    Returns:
-        The batch with ``position_ids``. Parts differ by one token at most.
-
-    Raises:
-        ConfigError: when there are fewer tokens than ranks.
-    """
-    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"]
-    total = tokens.shape[1]
-    size = mesh.layout.cp
-    rank = mesh.rank_in("cp")
-    positions = torch.arange(total, device=tokens.device)[None]
-    batch = {"position_ids": positions} | dict(batch)
-    if size == 1:
-        return batch
-    if total < size:
-        raise ConfigError(f"{total} tokens cannot be shared by the {size} ranks of {SIZES}: pack longer rows")
-    chunks = head_tail_chunks(total, size)
-    rank_chunks = [chunks[rank], chunks[-1 - rank]]
-    return {
-        name: torch.cat([tensor[:, chunk.start : chunk.stop] for chunk in rank_chunks], dim=1)
-        if tensor.ndim > 1 and tensor.shape[1] == total
-        else tensor
-        for name, tensor in batch.items()
-    }
 
 
 def shard_embeddings(inputs: Mapping[str, Any], mesh: Mesh) -> Keywords:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sfumato.errors import CheckpointError, ConfigError
-from sfumato.parallel.expert import find_experts, tokens_per_expert
+from sfumato.parallel.expert import tokens_per_expert
+from sfumato.parallel.expert_modules import find_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import plain_name
 

@@ -21,7 +21,6 @@ from torch.overrides import TorchFunctionMode
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.attention import (
-    SIZES,
     Schedule,
     attention_of_rows,
     check_heads,
@@ -29,6 +28,7 @@ from sfumato.parallel.attention import (
     sequence_attention,
 )
 from sfumato.parallel.mesh import Mesh, range_of_rank
+from sfumato.parallel.packed_rows import SIZES
 from sfumato.parallel.plan import Cuts, Gather, ParallelPlan, Split, find_modules, reads_whole
 from sfumato.parallel.row_attention import OFF
 from sfumato.parallel.sequence_state import SequenceState

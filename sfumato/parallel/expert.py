@@ -6,7 +6,7 @@ they are sorted by expert and multiplied in groups of any size. There is no capa
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -16,31 +16,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from sfumato.errors import ConfigError
+from sfumato.parallel.expert_modules import expert_placement, find_experts, is_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import local
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeGuard
-
     from transformers import PreTrainedModel
 
-    class ExpertsModule(nn.Module):
-        """The attributes by which transformers' ``use_experts_implementation`` describes the experts of a layer."""
-
-        config: Any
-        num_experts: int
-        has_gate: bool
-        """Whether there is a fused ``gate_up_proj``; else ``up_proj``."""
-        has_bias: bool
-        is_transposed: bool
-        """Whether weights are ``[experts, in, out]``; else ``[experts, out, in]``."""
-        down_proj: nn.Parameter
-        act_fn: Callable[[Tensor], Tensor]
-        post_expert_norm: Callable[[Tensor], Tensor]
-
-        def _apply_gate(self, rows: Tensor) -> Tensor: ...
-
+    from sfumato.parallel.expert_modules import ExpertsModule
 
 EXCHANGED = "sfumato_exchanged"
 GROUPED = "sfumato_grouped"
@@ -99,7 +82,7 @@ def apply_grouped_experts(module: nn.Module) -> None:
     """
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-    experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
+    experts = {name: submodule for name, submodule in module.named_modules() if is_experts(submodule)}
     has_more = any(
         len([*layer_experts.named_parameters()]) != len(layer_experts._parameters) for layer_experts in experts.values()
     )
@@ -108,42 +91,6 @@ def apply_grouped_experts(module: nn.Module) -> None:
         return
     ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
     cast("PreTrainedModel", module).set_experts_implementation(GROUPED)
-
-
-def has_experts(module: nn.Module) -> bool:
-    """Whether any layer has experts. All layers of a pipeline stage may be dense, even in a model with experts."""
-    return any(map(_is_experts, module.modules()))
-
-
-def find_experts(module: nn.Module, remedy: str) -> dict[str, ExpertsModule]:
-    """The experts modules, one for each layer that has experts, by name and in order.
-
-    Raises:
-        ConfigError: when there are none; its message ends with ``remedy``.
-    """
-    experts = {name: submodule for name, submodule in module.named_modules() if _is_experts(submodule)}
-    if not experts:
-        raise ConfigError(
-            f"{type(module).__name__} has no experts of transformers' interface (use_experts_implementation): {remedy}"
-        )
-    return experts
-
-
-def expert_placement(parameter: nn.Parameter, ranks: int) -> Shard:
-    """How fsdp cuts a parameter ``[experts, ...]`` further over ``ranks``.
-
-    It is cut within each expert, since a rank may have fewer experts than there are ranks.
-
-    Raises:
-        ConfigError: when no dimension is divisible.
-    """
-    for dim in range(1, parameter.ndim):
-        if parameter.shape[dim] % ranks == 0:
-            return Shard(dim)
-    raise ConfigError(
-        f"experts' weights of shape {tuple(parameter.shape)} cannot be cut evenly over {ranks} ranks (fsdp ranks / "
-        "train.expert_parallel_size): raise train.expert_parallel_size or train.data_parallel_replicate_size"
-    )
 
 
 def exchanged_experts(
@@ -242,13 +189,6 @@ def tokens_per_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
     ids = torch.arange(num_experts, device=sorted_ids.device)
     ends = torch.searchsorted(sorted_ids, ids, right=True)
     return ends.diff(prepend=ends.new_zeros(1))
-
-
-def _is_experts(module: nn.Module) -> TypeGuard[ExpertsModule]:
-    attributes = ("has_gate", "has_bias", "is_transposed", "config", "down_proj")
-    if not all(hasattr(module, attribute) for attribute in attributes):
-        return False
-    return hasattr(module, "gate_up_proj" if module.has_gate else "up_proj")
 
 
 def _check_shareable(name: str, experts: ExpertsModule, ranks: int) -> None:

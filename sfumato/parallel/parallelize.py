@@ -24,19 +24,15 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
-from sfumato.parallel.expert import apply_expert_parallel, apply_grouped_experts, expert_placement, has_experts
-from sfumato.parallel.memory import apply_memory_savings
+from sfumato.parallel.expert_modules import expert_placement, has_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, find_blocks
-from sfumato.parallel.precision import compute_in
-from sfumato.parallel.sequence import apply_sequence_parallel
 from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
-from sfumato.parallel.tensor import apply_tensor_parallel, fsdp_placement
 
 
 def parallelize(
@@ -62,24 +58,37 @@ def parallelize(
     blocks = find_blocks(module, plan)
     submodels = [module.get_submodule(name) for name in plan.parts] or [module]
     experts: Mapping[str, nn.Module] = {}
+    # Each kind of parallelism is imported where it is switched on: most runs need none of them.
     if layout.tp > 1:
+        from sfumato.parallel.tensor import apply_tensor_parallel
+
         for submodel in submodels:
             apply_tensor_parallel(submodel, mesh, plan, config.sequence_parallel)
     if layout.ep > 1 and (layout.pp == 1 or has_experts(module)):
+        from sfumato.parallel.expert import apply_expert_parallel
+
         experts = apply_expert_parallel(module, mesh)
-    elif layout.ep == 1 and param_dtype is not None:
+    elif layout.ep == 1 and param_dtype is not None and has_experts(module):
+        from sfumato.parallel.expert import apply_grouped_experts
+
         apply_grouped_experts(module)
     for layer in module.modules() if param_dtype is not None else ():
         # peft's layers would cast inputs to the float32 of their weights, and autocast would cast them back.
         if hasattr(layer, "cast_input_dtype_enabled"):
             layer.cast_input_dtype_enabled = False  # pyright: ignore[reportArgumentType]
     if layout.cp > 1:
+        from sfumato.parallel.sequence import apply_sequence_parallel
+
         for submodel in submodels:
             apply_sequence_parallel(submodel, mesh, plan)
     if param_dtype is not None and (not mesh.distributed or config.data_parallel_mode == "ddp"):
+        from sfumato.parallel.precision import compute_in
+
         compute_in(module, param_dtype)
     kind = mesh.device.type
     if config.activation_checkpointing != "none" or config.enable_activation_offload or config.compiles(kind):
+        from sfumato.parallel.memory import apply_memory_savings
+
         breaks = plan.graph_breaks or layout.ep > 1
         apply_memory_savings(module, config, blocks, device=kind, graph_breaks=breaks, mesh=mesh)
     return shard_data_parallel(module, mesh, config, blocks, param_dtype, experts)
@@ -165,6 +174,37 @@ def shard_data_parallel(
             cast("FSDPModule", unit).set_modules_to_forward_prefetch([following])  # pyright: ignore[reportArgumentType]
             cast("FSDPModule", following).set_modules_to_backward_prefetch([unit])  # pyright: ignore[reportArgumentType]
     return module
+
+
+def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
+    """The dimension along which fsdp2 cuts a weight further, for its ``shard_placement_fn``; None is fsdp2's default.
+
+    Shards of fused matrices and of vocabularies that do not divide cannot be cut again along the same dimension: no
+    DTensor placement could describe the result.
+
+    Args:
+        parameter: after ``apply_tensor_parallel``.
+        ranks: over which fsdp2 cuts.
+
+    Raises:
+        ConfigError: when the other dimension does not divide either.
+    """
+    if not isinstance(parameter, DTensor) or parameter.ndim == 1:
+        return None
+    placement = parameter.placements[-1]
+    size = parameter.device_mesh.size(-1)
+    if placement.is_replicate() or cast("Shard", placement).dim != 0:
+        return None
+    if getattr(placement, "split_factor", 1) == 1 and not parameter.shape[0] % size:
+        return None
+    if parameter.shape[1] % ranks:
+        raise ConfigError(
+            f"a weight of shape {tuple(parameter.shape)} lies in uneven or several shards on {size} tensor-parallel "
+            f"ranks, so that fsdp2 must cut its dimension 1, which its {ranks} ranks do not divide "
+            f"({parameter.shape[1]} / {ranks} = {parameter.shape[1] / ranks:g}): change train.tensor_parallel_size or "
+            "train.data_parallel_replicate_size"
+        )
+    return Shard(1)
 
 
 def accumulate(module: nn.Module, batches: Sequence[MicroBatch]) -> Iterator[MicroBatch]:

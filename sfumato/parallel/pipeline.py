@@ -21,14 +21,13 @@ from sfumato.algorithms.reading import Numbers
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
-from sfumato.parallel.attention import shard_sequence
-from sfumato.parallel.expert import find_experts
+from sfumato.parallel.expert_modules import find_experts
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.packed_rows import Batch, pad_together, shard_sequence
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.stages import (
     SPLIT_BACKWARD,
-    Batch,
     Part,
     absent,
     check_added_features,
@@ -37,7 +36,6 @@ from sfumato.parallel.stages import (
     check_schedule,
     check_ties,
     copy_around,
-    pad_together,
     parts_of,
     plan_of_stage,
     ranks_of_stages,

@@ -13,7 +13,8 @@ from typing import cast
 from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.attention import SIZES, Schedule, attention_of_rows
+from sfumato.parallel.attention import Schedule, attention_of_rows
+from sfumato.parallel.packed_rows import SIZES
 
 OFF = f"set {SIZES} to 1"
 UNKNOWN_TO = "sequence parallelism"

@@ -21,12 +21,12 @@ from sfumato.parallel.attention import (
     Schedule,
     causal_schedule,
     check_heads,
-    head_tail_chunks,
     sequence_attention,
     shard_embeddings,
 )
 from sfumato.parallel.kernels import packed_causal
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.packed_rows import head_tail_chunks
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.positions import document_bounds, lengths_between, whole_positions
 from sfumato.parallel.row_attention import CHANGES, OFF, UNKNOWN_TO, WINDOWS, RowAttention, window_for_mask

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, cast
 
@@ -19,8 +18,6 @@ from sfumato.parallel.plan import ParallelPlan, matcher
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Batch = Mapping[str, Tensor]
-
 Part = nn.Module | nn.Parameter
 """A part of a model that one stage has and others have not."""
 
@@ -29,9 +26,6 @@ TWO_STAGES = ("interleaved_1f1b", "zero_bubble", "zbv")
 
 SPLIT_BACKWARD = ("zero_bubble", "zbv")
 """Schedules that compute the gradients of inputs and those of weights separately."""
-
-PADDING = {"labels": -100, "decision_index": -1, "targets": math.nan}
-"""Values of padding by field; 0 in the others. Positions of padding start at 0: it is a document of its own."""
 
 
 class Absent(nn.Module):
@@ -104,42 +98,6 @@ def check_micro_batches(config: ParallelConfig, num: int) -> None:
             f"train.pipeline_schedule {schedule} takes micro-batches in {num} // {size} = {rounds} equal rounds, but "
             f"{num} / {rounds} = {num / rounds:g}: take a multiple of {size} micro-batches for each data-parallel rank"
         )
-
-
-def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, Tensor]]:
-    """Pads micro-batches to one shape: the largest number of rows, and the longest length rounded up to a multiple.
-
-    Args:
-        micro_batches: fields of shape (rows, length, ...) are padded, as ``train_step`` says; others stay.
-        multiple: the length becomes a multiple of it.
-
-    Raises:
-        ConfigError: for a field that stages would not see.
-    """
-    shapes = [batch["input_ids"].shape for batch in micro_batches]
-    rows, longest = max(shape[0] for shape in shapes), max(shape[1] for shape in shapes)
-    length = -(-longest // multiple) * multiple
-    padded = []
-    for batch, shape in zip(micro_batches, shapes, strict=True):
-        if "attention_mask" in batch:
-            raise ConfigError(
-                "a pipeline's stages get no attention_mask: leave it out; position_ids separate packed documents, and "
-                "padding on the right needs labels -100 only"
-            )
-        fields = {}
-        for name, tensor in batch.items():
-            if tensor.shape[:2] != shape:
-                fields[name] = tensor
-                continue
-            if name == "position_ids":
-                places = (torch.arange(length, device=tensor.device) - shape[1]) % length  # 0 after the row's end
-                fields[name] = places.to(tensor.dtype).repeat(rows, 1)
-                fields[name][shape[0] :] = torch.arange(length, device=tensor.device)
-            else:
-                fields[name] = tensor.new_full((rows, length, *tensor.shape[2:]), PADDING.get(name, 0))
-            fields[name][: shape[0], : shape[1]] = tensor
-        padded.append(fields)
-    return padded
 
 
 def check_schedule(mesh: Mesh, config: ParallelConfig) -> None:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from sfumato.errors import ConfigError
 from sfumato.parallel import tensor_styles as styles
@@ -105,37 +104,6 @@ def apply_tensor_parallel(module: nn.Module, mesh: Mesh, plan: ParallelPlan, seq
     _reduce_heads(module, module_styles, cutter.ranks.size)
     if sequence_parallel:
         share_sequence(module, blocks, groups, handled, cutter.ranks)
-
-
-def fsdp_placement(parameter: nn.Parameter, ranks: int) -> Shard | None:
-    """The dimension along which fsdp2 cuts a weight further, for its ``shard_placement_fn``; None is fsdp2's default.
-
-    Shards of fused matrices and of vocabularies that do not divide cannot be cut again along the same dimension: no
-    DTensor placement could describe the result.
-
-    Args:
-        parameter: after ``apply_tensor_parallel``.
-        ranks: over which fsdp2 cuts.
-
-    Raises:
-        ConfigError: when the other dimension does not divide either.
-    """
-    if not isinstance(parameter, DTensor) or parameter.ndim == 1:
-        return None
-    placement = parameter.placements[-1]
-    size = parameter.device_mesh.size(-1)
-    if placement.is_replicate() or cast("Shard", placement).dim != 0:
-        return None
-    if getattr(placement, "split_factor", 1) == 1 and not parameter.shape[0] % size:
-        return None
-    if parameter.shape[1] % ranks:
-        raise ConfigError(
-            f"a weight of shape {tuple(parameter.shape)} lies in uneven or several shards on {size} tensor-parallel "
-            f"ranks, so that fsdp2 must cut its dimension 1, which its {ranks} ranks do not divide "
-            f"({parameter.shape[1]} / {ranks} = {parameter.shape[1] / ranks:g}): change train.tensor_parallel_size or "
-            "train.data_parallel_replicate_size"
-        )
-    return Shard(1)
 
 
 def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -25,37 +24,20 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.finite import listed, not_finite, together
-from sfumato.parallel.keyed_weights import (
-    SMALL,
-    WeightRecipe,
-    draw_chunk,
-    problems_of,
-    record_initialisation,
-    refusal,
-    share_values,
-)
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import (
     Shards,
     all_parameters,
-    chunks_of,
     copy_into,
     local,
-    num_weights,
     persistent_buffers,
     plain_name,
     trainable_parameters,
-    whole_chunk,
-    whole_shapes,
 )
 from sfumato.parallel.weight_files import Held, TensorSource, converted, file_of, open_weights, read_shard
 
 NAMED = 5
 """Tensors that an error names; the others are counted."""
-
-LARGEST_IN_SEQUENCE = 2**34
-"""Most numbers of a model whose random weights torch's generator draws in sequence: 64 GiB in float32 on the host of
-rank 0, and about two minutes. Larger models are drawn in parts, which gives other values at the same seed."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +93,7 @@ def load_weights(
                 sources, problems = _match_files(stored, expected, module, strict)
             except ConfigError as error:
                 problems = [str(error)]
-        _raise_everywhere(problems, mesh)
+        raise_everywhere(problems, mesh)
         make_real(module, device or mesh.device)
         targets = _loadable(module)
         # With ``from_rank0`` all ranks loop over rank 0's names, since each of its tensors is a collective.
@@ -158,7 +140,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     counts = [0] if shared else mesh.gather(len(tensors), over="world")
     if min(counts) != max(counts):
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
-    _raise_everywhere(problems, mesh)
+    raise_everywhere(problems, mesh)
     for name in mesh.first(list(tensors) if mesh.is_first else [], among="world") if shared else tensors:
         held = Held(tensors[name]) if mesh.is_first or not shared else None
         whole_tensor = (_from_first(held, mesh) if shared else cast("Held", held)).tensor
@@ -345,109 +327,6 @@ def real_stand_ins(module: nn.Module) -> Iterator[None]:
             owner._parameters[name] = parameter
 
 
-def initialise_on_meta(
-    module: nn.Module, build: Callable[[], nn.Module], mesh: Mesh, seed: int, device: torch.device | None = None
-) -> None:
-    """Gives a module on meta the random weights that one plain process would have, bit for bit, on any mesh.
-
-    Up to ``LARGEST_IN_SEQUENCE`` numbers torch's generator draws them in the order of the plain module: rank 0 builds
-    that in its CPU memory and sends one weight at a time. Weights of larger models are keyed (``keyed_weights``), and
-    each rank draws its own shards. Every rank must call it.
-
-    Args:
-        module: the result of ``parallelize`` on ``build_on_meta(build)``.
-        build: builds the plain module.
-        mesh: the ranks.
-        seed: torch's seed while it is built.
-        device: see ``load_weights``.
-
-    Raises:
-        ConfigError: when the two modules' weights differ in names or shapes, the module is wrapped by fsdp1, or weights
-            of a large model are initialised in a way that cannot be repeated on parts of them.
-    """
-    _refuse_fsdp1(module)
-    shapes = mesh.merge(dict(whole_shapes(module)), over="pp")
-    # a weight that two stages hold counts twice here, and once where it matters
-    if sum(shape.numel() for shape in shapes.values()) > LARGEST_IN_SEQUENCE:
-        plain, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
-        if num_weights(plain) > LARGEST_IN_SEQUENCE:
-            _draw_shards(module, plain, recipes, mesh, seed, device or mesh.device)
-            return
-    names = mesh.merge(dict.fromkeys(all_parameters(module) | persistent_buffers(module)), over="pp")
-    tensors: dict[str, Tensor] = {}
-    problems = []
-    if mesh.is_first:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            plain = build()
-        tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
-        problems = _missing(names, tensors)
-    _raise_everywhere(problems, mesh)
-    make_real(module, device or mesh.device)
-    load_whole(module, {name: tensors[name].detach() for name in names if name in tensors}, mesh, from_rank0=True)
-
-
-def _draw_shards(
-    module: nn.Module,
-    plain: nn.Module,
-    recipes: Mapping[str, WeightRecipe],
-    mesh: Mesh,
-    seed: int,
-    device: torch.device,
-) -> None:
-    """Draws this rank's shards of a module's weights; ``plain`` is on meta, and its buffers have their values."""
-    parameters = all_parameters(module)
-    buffers = persistent_buffers(module)
-    plain_buffers = persistent_buffers(plain)
-    problems = _missing([*parameters, *buffers], recipes.keys() | plain_buffers.keys())
-    if reasons := problems_of(recipes):
-        problems.append(refusal(reasons, LARGEST_IN_SEQUENCE))
-    _raise_everywhere(problems, mesh)
-    # values that the model computes when it is built may come from memory that it never wrote
-    share_values(recipes, partial(_from_first_rank, mesh=mesh))
-    make_real(module, device)
-    parameters = all_parameters(module)
-    buffers = persistent_buffers(module)
-    shards = Shards(module, mesh, parameters)
-    for name, parameter in parameters.items():
-        for chunk in chunks_of(shards, name):
-            draw_chunk(local(parameter.detach())[chunk.place], chunk, recipes[name], seed)
-    for name, buffer in buffers.items():
-        copy_into(buffer, plain_buffers[name])
-
-
-def _from_first_rank(values: list[Tensor], mesh: Mesh) -> list[Tensor]:
-    """Rank 0's tensors, on every rank, which has as many of the same shapes and dtypes on the CPU."""
-    if mesh.size == 1 or not values:
-        return values
-    # One broadcast for all, as bytes, since dtypes differ.
-    joined = torch.cat([value.contiguous().reshape(-1).view(torch.uint8) for value in values])
-    dist.broadcast(joined, src=0)
-    parts = joined.split([value.nbytes for value in values])
-    return [part.clone().view(value.dtype).view(value.shape) for part, value in zip(parts, values, strict=True)]
-
-
-def build_with_random_weights(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A plain module in CPU memory with the random weights that ``initialise_on_meta`` gives it on any mesh."""
-    on_meta = build_on_meta(build)
-    if num_weights(on_meta) <= LARGEST_IN_SEQUENCE:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return build()
-    module, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
-    if reasons := problems_of(recipes):
-        raise ConfigError(f"weights: {refusal(reasons, LARGEST_IN_SEQUENCE)}")
-    make_real(module, torch.device("cpu"))
-    for name, parameter in module.named_parameters():
-        draw_chunk(parameter.detach(), whole_chunk(parameter.shape), recipes[name], seed)
-    return module
-
-
-def _missing(names: Iterable[str], of_plain: Container[str]) -> list[str]:
-    missing = [name for name in names if name not in of_plain]
-    return [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
-
-
 def make_real(module: nn.Module, device: torch.device) -> None:
     """Allocates memory on a device, without values, for this rank's shards of weights on meta. Other weights stay."""
     places: dict[int, list[tuple[nn.Module, str]]] = {}
@@ -467,7 +346,7 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     Raises:
         ConfigError: when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
     """
-    _refuse_fsdp1(module)
+    refuse_fsdp1(module)
     buffers = persistent_buffers(module)
     computed = [name for name, buffer in module.named_buffers() if buffer.is_meta and plain_name(name) not in buffers]
     if computed:
@@ -487,7 +366,7 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in loadable.items()}
 
 
-def _refuse_fsdp1(module: nn.Module) -> None:
+def refuse_fsdp1(module: nn.Module) -> None:
     if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
         raise ConfigError(
             "fsdp1 has flattened the weights, so none can be read into them: load before parallelize, with "
@@ -567,7 +446,7 @@ def _transformers_model(module: nn.Module) -> nn.Module | None:
     return next((model for model in models if model is module or all_parameters(model).keys() <= names), None)
 
 
-def _raise_everywhere(problems: list[str], mesh: Mesh) -> None:
+def raise_everywhere(problems: list[str], mesh: Mesh) -> None:
     """Raises ConfigError on every rank when any rank has a problem. Every rank must call it."""
     all_problems = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
     if all_problems:

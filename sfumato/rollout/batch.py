@@ -9,7 +9,7 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,8 +17,10 @@ import torch
 from sfumato.algorithms.rows import TensorRows, by_row
 from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
-from sfumato.rewards.scoring.scores import Scores
 from sfumato.tracking.samples import SampleRecord
+
+if TYPE_CHECKING:
+    from sfumato.rewards.scoring.scores import Scores
 
 
 @dataclass(frozen=True)

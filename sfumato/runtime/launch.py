@@ -13,7 +13,7 @@ from sfumato.runtime.roles import ACTOR, SAMPLER, SCORER, Build, Driver, LocalRo
 from sfumato.tracking.run import Run
 
 if TYPE_CHECKING:
-    from sfumato.runtime.weight_sync.rescoring import Rescoring
+    from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 
 
 def main_mesh(config: RLConfig) -> Mesh:

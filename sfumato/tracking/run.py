@@ -23,7 +23,6 @@ from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
-from sfumato.tracking.alerts import Alert, hacking_alert
 from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
@@ -31,13 +30,13 @@ from sfumato.tracking.json_lines import JsonLines, Sparing, read_jsonl, series_o
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.model_card import CARD, write_card
 from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries
-from sfumato.tracking.reward_hacking import signs_of_hacking
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.timeline import Event, Phase, Timeline
 from sfumato.tracking.trackers import Trackers, build_trackers, check_trackers
 
 if TYPE_CHECKING:
+    from sfumato.tracking.alerts import Alert
     from sfumato.tracking.control import RunControl
 
 Item = TypeVar("Item")
@@ -295,6 +294,9 @@ class Run:
         """Reports signs of reward hacking in the metrics, each sign once in a run."""
         if not self._enabled:
             return
+        from sfumato.tracking.alerts import hacking_alert
+        from sfumato.tracking.reward_hacking import signs_of_hacking
+
         for sign in signs_of_hacking(series_of(read_jsonl(self.output_dir / "metrics.jsonl"))):
             if sign.metric not in self._signs_said:
                 self.say(f"sign of reward hacking: {sign.text}")

@@ -15,7 +15,6 @@ from sfumato.errors import PreemptedError, RoleLostError, StoppedError
 from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.mesh import close_mesh
 from sfumato.parallel.peers import leave_peers
-from sfumato.tracking.alerts import Alert
 from sfumato.tracking.exit import Ending, ending_of, keep_stacks
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.lock import release_locks
@@ -62,6 +61,8 @@ def report_ending(ending: Ending) -> None:
     try:
         run._write_log([line])
         if ending.code not in (PreemptedError.exit_code, StoppedError.exit_code):  # somebody asked for that
+            from sfumato.tracking.alerts import Alert
+
             run.alert(Alert("stopped", f"ended with exit code {ending.code}: {line}"))
         run.write_report(ending=line)
         run.flush_alerts()

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from sfumato.errors import ConfigError
-from sfumato.tracking.services import SERVICES, missing
 
 if TYPE_CHECKING:
     from sfumato.tracking.alerts import Alert
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 WEBHOOK = "webhook"
 """Gets no numbers, but alerts."""
 
-KNOWN_TRACKERS = ("tensorboard", *SERVICES, WEBHOOK)
+KNOWN_TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio", WEBHOOK)
 
 
 class Tracker(Protocol):
@@ -84,7 +83,9 @@ def check_trackers(names: Sequence[str]) -> None:
     for name in names:
         if name not in KNOWN_TRACKERS:
             raise ConfigError(f"unknown tracker {name!r}; known trackers: {', '.join(KNOWN_TRACKERS)}")
-        if name in SERVICES and importlib.util.find_spec(name) is None:
+        if name not in ("tensorboard", WEBHOOK) and importlib.util.find_spec(name) is None:
+            from sfumato.tracking.services import missing
+
             raise missing(name)
         if name == WEBHOOK:
             from sfumato.tracking.webhook import check_webhook
@@ -124,6 +125,8 @@ def build_trackers(
 
             trackers.append(WebhookTracker(folder, say))
         else:
+            from sfumato.tracking.services import SERVICES
+
             trackers.append(SERVICES[name](folder, purge_step is not None, config or {}))
     return trackers
 

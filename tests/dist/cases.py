@@ -71,7 +71,7 @@ def packed_row(index: int) -> dict[str, torch.Tensor]:
 
 def language_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
     if mesh.layout.cp > 1:
-        from sfumato.parallel.attention import shard_sequence
+        from sfumato.parallel.packed_rows import shard_sequence
 
         row = shard_sequence(row, mesh)
     logits = module(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits

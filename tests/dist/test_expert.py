@@ -12,13 +12,8 @@ from torch.utils.checkpoint import checkpoint
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.balance import ExpertBalancer
-from sfumato.parallel.expert import (
-    apply_expert_parallel,
-    expert_placement,
-    find_experts,
-    grouped_matmul,
-    multiply_in_turn,
-)
+from sfumato.parallel.expert import apply_expert_parallel, grouped_matmul, multiply_in_turn
+from sfumato.parallel.expert_modules import expert_placement, find_experts
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize

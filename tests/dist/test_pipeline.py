@@ -11,10 +11,12 @@ from torch import nn
 
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.pipeline import build_pipeline, pad_together, split_layers
+from sfumato.parallel.packed_rows import pad_together
+from sfumato.parallel.pipeline import build_pipeline, split_layers
 from sfumato.parallel.plan import ParallelPlan, language_plan
+from sfumato.parallel.random_weights import initialise_on_meta
 from sfumato.parallel.shards import trainable_parameters, whole
-from sfumato.parallel.weights import build_on_meta, initialise_on_meta
+from sfumato.parallel.weights import build_on_meta
 from tests.dist.cases import (
     CASES,
     ROWS,

@@ -14,15 +14,9 @@ from torch.nn import functional
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.parallel.attention import (
-    SequenceGroups,
-    causal_schedule,
-    full_schedule,
-    head_tail_chunks,
-    sequence_attention,
-    shard_sequence,
-)
+from sfumato.parallel.attention import SequenceGroups, causal_schedule, full_schedule, sequence_attention
 from sfumato.parallel.kernels import attend, attend_backward, choose_kernel
+from sfumato.parallel.packed_rows import head_tail_chunks, shard_sequence
 from sfumato.parallel.plan import Gather, ParallelPlan, Split, language_plan
 from sfumato.parallel.sequence import apply_sequence_parallel
 from tests.dist.cases import Outcome, build, difference, make_mesh, train

@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor, Shard
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.lora import ADAPTER, inject_adapter
+from sfumato.parallel.parallelize import fsdp_placement
 from sfumato.parallel.plan import ParallelPlan, language_plan
-from sfumato.parallel.tensor import apply_tensor_parallel, fsdp_placement, match_plan
+from sfumato.parallel.tensor import apply_tensor_parallel, match_plan
 from tests.dist.cases import CASES, Case, Outcome, build, difference, language_loss, make_mesh, packed_row, train
 
 TOLERANCE = 1e-5

@@ -15,16 +15,15 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from sfumato.errors import ConfigError
 from sfumato.models.lora import ADAPTER, inject_adapter
-from sfumato.parallel import keyed_weights, weight_files, weights
+from sfumato.parallel import keyed_weights, random_weights, weight_files, weights
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize, shard_data_parallel
 from sfumato.parallel.plan import find_blocks
+from sfumato.parallel.random_weights import build_with_random_weights, initialise_on_meta
 from sfumato.parallel.shards import all_parameters, local, persistent_buffers, ranges_of, shard_of, whole
 from sfumato.parallel.weights import (
     build_on_meta,
-    build_with_random_weights,
     each_whole_weight,
-    initialise_on_meta,
     load_weights,
     load_whole,
     real_stand_ins,
@@ -256,7 +255,7 @@ def test_random_weights_do_not_depend_on_the_mesh(kind, config, ranks):
 
 def draw_in_parts(kind: str, smallest: int, **config: Any) -> list[str]:
     """What differs from one process where weights count as too many to be drawn in sequence."""
-    with mock.patch.multiple(weights, LARGEST_IN_SEQUENCE=0, SMALL=smallest):
+    with mock.patch.multiple(random_weights, LARGEST_IN_SEQUENCE=0, SMALL=smallest):
         mesh, parsed = make_mesh(**config)
         module = cut(build_on_meta(functools.partial(make, kind)), kind, mesh, parsed)
         with mock.patch.object(keyed_weights, "PIECE", 97):

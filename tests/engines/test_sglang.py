@@ -13,7 +13,7 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.sglang import SglangSettings
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import TOKENS, Actor, Sampler, log_probs, moved, parts
 from tests.engines.sglang_protocol import serve

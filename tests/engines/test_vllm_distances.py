@@ -27,7 +27,8 @@ from sfumato.rollout.text.policy import TextEngine, beginnings_of, build_text_po
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.states import Sampler
 from sfumato.runtime.weight_sync import rescoring
-from sfumato.runtime.weight_sync.rescoring import Distance, Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
+from sfumato.runtime.weight_sync.rescoring import Distance
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import CPU_ENVIRONMENT, NEEDS_VLLM, vllm_program
 

@@ -23,7 +23,7 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import (
     CPU_ENVIRONMENT,

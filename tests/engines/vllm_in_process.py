@@ -18,7 +18,7 @@ from sfumato.rollout.engines.base import EngineError, GenerationRequest, Samplin
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import MAX_LENGTH, TOKENS, Actor, Sampler, log_probs, moved, parts, write_model
 

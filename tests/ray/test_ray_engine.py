@@ -19,7 +19,7 @@ from sfumato.errors import WeightSyncError
 from sfumato.rollout.engines.served.environment import engine_environment
 from sfumato.rollout.engines.served.server_process import ServerProcess
 from sfumato.runtime.cluster.cluster import Cluster
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests import fused_engine
 from tests.engines.test_outside_engines import SERVER, wait_for_end

@@ -11,7 +11,7 @@ from sfumato.rewards.scoring.scores import Scores
 from sfumato.runtime.cluster.cluster import Cluster
 from sfumato.runtime.roles import Roles
 from sfumato.runtime.stream import RolloutStream
-from sfumato.runtime.weight_sync.rescoring import Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests import fused_engine
 from tests.ray import role_functions

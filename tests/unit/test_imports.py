@@ -212,6 +212,84 @@ def test_files_are_small_enough_to_be_read():
             assert lines <= limit, f"{relative(path)} has {lines} lines, more than {limit}"
 
 
+MOST_LINES = {
+    "rl_diffusion": 29_400,
+    "rl_diffusion_direct": 28_700,
+    "rl_diffusion_forward": 29_100,
+    "rl_text": 33_000,
+    "train_autoencoder": 21_300,
+    "train_dit": 24_500,
+    "train_dit_dpo": 25_800,
+    "train_image_tokenizer": 26_600,
+    "train_omni": 36_700,
+    "train_text": 27_000,
+    "train_text_dpo": 26_900,
+    "train_text_kto": 27_000,
+    "train_text_reward": 26_200,
+}
+"""Lines of the library and the task that importing a task may load: what every run of it needs. What a run may switch
+on is imported where that is chosen, when its parts are built."""
+
+SWITCHED_ON = {
+    "config.help",
+    "data.files.remote",
+    "data.media.vision",
+    "models.language.vision_load",
+    "optim.muon",
+    "parallel.expert",
+    "parallel.memory",
+    "parallel.pipeline",
+    "parallel.sequence",
+    "parallel.tensor",
+    "rewards.scoring.workers",
+    "rollout.debug.dumps",
+    "rollout.engines.served.engine",
+    "rollout.oversampling.partial",
+    "runtime.weight_sync.sync",
+    "tracking.services",
+}
+"""Modules that a run of text or of its RL loads where its configuration asks for them."""
+
+
+def test_a_task_loads_no_more_than_every_run_of_it_needs():
+    modules = {".".join(module_of(path)): path for path in [*LIBRARY, *TASKS]}
+    assert set(MOST_LINES) == {path.stem for path in TASKS}
+    loaded = {task: loaded_at_once(f"tasks.{task}", modules) for task in MOST_LINES}
+    for task, most in MOST_LINES.items():
+        lines = sum(len(modules[name].read_text(encoding="utf-8").splitlines()) for name in loaded[task])
+        assert lines <= most, f"tasks/{task}.py loads {lines} lines: import what a run may lack where it is chosen"
+    switched_on = {f"sfumato.{name}" for name in SWITCHED_ON}
+    assert switched_on <= modules.keys()
+    assert not switched_on & (loaded["rl_text"] | loaded["train_text"])
+    # what Python says: the modules are counted by the text of their imports
+    counted = {name for name in loaded_after("import tasks.rl_text") if name in modules}
+    assert loaded["rl_text"] == counted
+
+
+def loaded_at_once(task, modules):
+    """The modules that importing a task loads, packages included: by imports that stand in no function."""
+    waiting, loaded = [task], {task}
+    while waiting:
+        statements = [*tree_of(modules[waiting.pop()]).body]
+        targets = set()
+        while statements:
+            node = statements.pop()
+            if isinstance(node, ast.ImportFrom):
+                inside = {f"{node.module}.{each.name}" for each in node.names}
+                targets |= (inside & modules.keys()) | {str(node.module)}
+            elif isinstance(node, ast.Import):
+                targets |= {each.name for each in node.names}
+            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                statements += node.orelse
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                statements += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+        names = [target.split(".") for target in targets if target in modules]
+        new = {".".join(parts[:count]) for parts in names for count in range(1, len(parts) + 1)} & modules.keys()
+        waiting += new - loaded
+        loaded |= new
+    return loaded
+
+
 def class_names(path):
     return [node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef)]
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, RwkvConfig, RwkvForCausalLM
 
 from sfumato.errors import ConfigError
-from sfumato.parallel import keyed_weights, weights
+from sfumato.parallel import keyed_weights, random_weights
 from sfumato.parallel.keyed_weights import NOT_ON_META, draw_chunk, problems_of, record_initialisation
+from sfumato.parallel.random_weights import build_with_random_weights
 from sfumato.parallel.shards import whole_chunk
-from sfumato.parallel.weights import build_on_meta, build_with_random_weights
+from sfumato.parallel.weights import build_on_meta
 
 FUNCTIONS: dict[str, Callable[[Tensor], object]] = {
     "uniform_": functools.partial(nn.init.uniform_, a=-0.2, b=0.7),
@@ -90,7 +91,7 @@ def deepseek() -> nn.Module:
 def test_a_model_has_what_transformers_gives_it() -> None:
     torch.manual_seed(0)
     plain = dict(deepseek().named_parameters())
-    with mock.patch.multiple(weights, LARGEST_IN_SEQUENCE=0, SMALL=600):
+    with mock.patch.multiple(random_weights, LARGEST_IN_SEQUENCE=0, SMALL=600):
         module = build_with_random_weights(deepseek, seed=0)
     assert not dict(module.named_parameters())["model.embed_tokens.weight"][5].any()  # of padding
     for name, weight in module.named_parameters():
@@ -103,7 +104,7 @@ def test_an_initialisation_that_has_no_parts_is_refused() -> None:
     def rwkv() -> nn.Module:
         return RwkvForCausalLM(RwkvConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, attention_hidden_size=32))
 
-    with mock.patch.multiple(weights, LARGEST_IN_SEQUENCE=0, SMALL=999), pytest.raises(ConfigError) as error:
+    with mock.patch.multiple(random_weights, LARGEST_IN_SEQUENCE=0, SMALL=999), pytest.raises(ConfigError) as error:
         build_with_random_weights(rwkv, seed=0)
     assert "rwkv.embeddings.weight is initialised by orthogonal_ (and " in str(error.value)
     assert "model.model_path" in str(error.value)

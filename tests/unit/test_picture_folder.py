@@ -21,7 +21,8 @@ from sfumato.data.files.picture_folder import visible_files
 from sfumato.data.files.rows import open_rows
 from sfumato.data.images.image_text import ImageTextDataset, open_image_text
 from sfumato.data.images.prompts import FileSource
-from sfumato.data.media.pictures import IMAGE_ENDINGS, check_fit
+from sfumato.data.media.kinds import IMAGE_ENDINGS
+from sfumato.data.media.pictures import check_fit
 from sfumato.errors import DataError
 
 KINDS = {

@@ -12,7 +12,7 @@ import torch
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.media.image_conversation import images_of
+from sfumato.data.media.document_media import images_of
 from sfumato.data.media.kinds import AudioFile, VideoFile
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError

@@ -16,7 +16,7 @@ from PIL import Image
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.media.image_conversation import images_of
+from sfumato.data.media.document_media import images_of
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.language.probe import probe

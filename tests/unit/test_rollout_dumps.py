@@ -27,7 +27,8 @@ from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.debug import dumps
-from sfumato.rollout.debug.dumps import RolloutDump, RolloutDumps, dump_path, read_dump, write_dump
+from sfumato.rollout.debug.dump_writer import RolloutDumps
+from sfumato.rollout.debug.dumps import RolloutDump, dump_path, read_dump, write_dump
 from sfumato.rollout.debug.replay import DumpedRollouts
 from sfumato.rollout.debug.token_colours import write_token_page
 from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence

@@ -13,7 +13,8 @@ from sfumato.models.language.rounding import rounding_noise
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.runtime.roles import LocalRole
-from sfumato.runtime.weight_sync.rescoring import Distance, RescoredTexts, Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
+from sfumato.runtime.weight_sync.rescoring import Distance, RescoredTexts
 from sfumato.runtime.weight_sync.sender import Sent
 from sfumato.runtime.weight_sync.sync import WeightSync
 from tests.engines.served_model import log_probs, make_model

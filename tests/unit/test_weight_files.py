@@ -15,16 +15,9 @@ from sfumato.errors import ConfigError
 from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.random_weights import initialise_on_meta
 from sfumato.parallel.weight_files import Held, Joined, Stacked, Swapped, TensorSource, equal_parts
-from sfumato.parallel.weights import (
-    build_on_meta,
-    initialise_on_meta,
-    load_weights,
-    load_whole,
-    make_real,
-    real_stand_ins,
-    whole_weights,
-)
+from sfumato.parallel.weights import build_on_meta, load_weights, load_whole, make_real, real_stand_ins, whole_weights
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
 SMALL = {

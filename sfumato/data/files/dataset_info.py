@@ -11,8 +11,6 @@ from pathlib import Path
 from sfumato.config.file_checks import read_json_object
 from sfumato.errors import DataError
 
-NAME = "dataset_info.json"
-
 COLUMNS = {
     "prompt": "instruction",
     "query": "input",
@@ -68,7 +66,7 @@ class RowMapping:
 
     def __str__(self) -> str:
         columns = ", ".join(f"{use} in {name!r}" for use, name in self.columns)
-        return f"data set {self.name} of {self.folder}/{NAME}: {self.formatting}, {columns}"
+        return f"data set {self.name} of {self.folder}/dataset_info.json: {self.formatting}, {columns}"
 
     def convert(self, row: Mapping[str, object]) -> dict[str, object]:
         """The row with the columns of Alpaca, or with ``messages``; columns that the entry does not name are left."""
@@ -117,20 +115,6 @@ class DatasetEntry:
     path: Path
     """Its file, or the folder of its files."""
     mapping: RowMapping
-
-
-def split_dataset_name(part: str) -> tuple[Path, str] | None:
-    """The list and the name in ``FOLDER:NAME`` or ``FOLDER/dataset_info.json:NAME``; None for any other path.
-
-    The name is empty where a path is the list itself.
-    """
-    if Path(part).name == NAME and Path(part).is_file():
-        return Path(part), ""
-    before, colon, name = part.rpartition(":")
-    if not (colon and before and name) or Path(part).exists():
-        return None
-    path = Path(before) / NAME if Path(before).is_dir() else Path(before)
-    return (path, name) if path.name == NAME and path.is_file() else None
 
 
 def read_entry(path: Path, name: str, option: str) -> DatasetEntry:

@@ -10,7 +10,8 @@ from urllib.parse import unquote, unquote_to_bytes
 
 from sfumato.config.file_checks import file_problem
 from sfumato.config.paths import LONGEST_PATH
-from sfumato.data.media.pictures import File, frames_of
+from sfumato.data.media.kinds import File
+from sfumato.data.media.pictures import frames_of
 from sfumato.errors import DataError
 
 BASE64 = re.compile(r"[A-Za-z0-9+/_\-\s]*=*\s*")

@@ -13,7 +13,7 @@ import numpy as np
 
 from sfumato.config.writing import replace_file
 from sfumato.data.files.stored import BROKEN_ARRAY
-from sfumato.data.media.pictures import File
+from sfumato.data.media.kinds import File
 
 ENTRY = np.dtype([("path", "V16"), ("size", "<i8"), ("mtime", "<i8"), ("ctime", "<i8"), ("digest", "V16")])
 """An entry of a file: digest of its path, size in bytes, times in nanoseconds, digest of its content."""

@@ -7,19 +7,25 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed
-from sfumato.data.files.dataset_info import RowMapping, read_entry, split_dataset_name
-from sfumato.data.files.remote import RemoteFile, is_url, list_remote, without_secrets
+from sfumato.data.files.urls import is_url, without_secrets
 from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.files.dataset_info import RowMapping
+    from sfumato.data.files.remote import RemoteFile
 
 TEXT_ENDINGS = (".jsonl", ".json", ".csv", ".txt")
 """Endings of files that may be compressed."""
 OPENED = (".jsonl", ".parquet", ".arrow", ".tar")
 """Endings of files whose rows are read one by one, when they are asked for; other files are held in memory."""
 ENDINGS = [".jsonl", ".json", ".parquet", ".arrow", ".tar", ".csv", ".txt"]
-NOT_DATA = {"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
+DATASET_INFO = "dataset_info.json"
+"""LLaMA-Factory's list of data sets, and the notes that datasets keeps beside its own files."""
+NOT_DATA = {DATASET_INFO, "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that datasets writes beside the rows."""
 NOT_ROWS = re.compile(r"(readme|license|licence|notice)(\..*)?|\..*|.*\.(md|py|lock)", re.IGNORECASE)
 """Files of which nobody expects that they hold rows."""
@@ -147,6 +153,20 @@ def split_of(path: Path) -> str | None:
     return None
 
 
+def split_dataset_name(part: str) -> tuple[Path, str] | None:
+    """The list and the name in ``FOLDER:NAME`` or ``FOLDER/dataset_info.json:NAME``; None for any other path.
+
+    The name is empty where a path is the list itself.
+    """
+    if Path(part).name == DATASET_INFO and Path(part).is_file():
+        return Path(part), ""
+    before, colon, name = part.rpartition(":")
+    if not (colon and before and name) or Path(part).exists():
+        return None
+    path = Path(before) / DATASET_INFO if Path(before).is_dir() else Path(before)
+    return (path, name) if path.name == DATASET_INFO and path.is_file() else None
+
+
 def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFiles]:
     parts = [str(path)] if Path(path).exists() else [part.strip() for part in str(path).split(",")]
     return [_find_part(part, option, held_out) for part in parts]
@@ -154,6 +174,8 @@ def _find_parts(path: str | Path, option: str, held_out: bool) -> list[FolderFil
 
 def _find_remote(url: str, option: str, held_out: bool) -> FolderFiles:
     """The files at a URL. Raises DataError for none."""
+    from sfumato.data.files.remote import list_remote
+
     is_folder, by_name = list_remote(url, option)
     by_path = {file.path: file for file in by_name.values()}
     notes = [
@@ -176,6 +198,8 @@ def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
     if is_url(part):
         return _find_remote(part, option, held_out)
     if dataset := split_dataset_name(part):
+        from sfumato.data.files.dataset_info import read_entry
+
         entry = read_entry(*dataset, option)
         inner = _find_part(str(entry.path), option, held_out)
         return FolderFiles(inner.files, [str(entry.mapping), *inner.notes], entry.mapping)

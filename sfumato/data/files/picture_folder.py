@@ -13,7 +13,7 @@ from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import read_text
-from sfumato.data.media.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS
+from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS
 from sfumato.errors import DataError
 
 METADATA = ("metadata.jsonl", "metadata.parquet", "metadata.csv")

@@ -20,27 +20,17 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, cast
 
 from sfumato.config.writing import open_lock, replace_file
+from sfumato.data.files.urls import URL, without_secrets
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
 
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 VERSION_KEYS = ("ETag", "etag", "md5Hash", "generation", "LastModified", "last_modified", "updated", "mtime", "created")
 """Keys of what file systems say of a file that change with its content."""
 CACHE = "SFUMATO_CACHE"
 """Environment variable that names the folder for fetched files."""
 BLOCK = 2**22
-
-
-def is_url(path: str) -> bool:
-    """Whether a path of the configuration is a URL."""
-    return URL.match(path) is not None
-
-
-def without_secrets(url: str) -> str:
-    """A URL as messages show it: without a query, which may hold a signature."""
-    return url.partition("?")[0]
 
 
 @dataclass(frozen=True)

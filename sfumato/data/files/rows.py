@@ -25,9 +25,7 @@ from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
 from sfumato.data.files.folders import data_ending, find_sources
-from sfumato.data.files.mapped_rows import MappedRows
 from sfumato.data.files.row_table import FileTable, RowTable
-from sfumato.data.files.webdataset import TarRows
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
@@ -313,12 +311,19 @@ def read_csv_rows(path: Path) -> LoadedRows:
     return LoadedRows(path, rows)
 
 
+def open_shard(path: Path) -> FileTable:
+    """Opens a shard of webdataset; see ``TarRows``."""
+    from sfumato.data.files.webdataset import TarRows
+
+    return TarRows(path)
+
+
 KINDS: dict[str, Callable[[Path], FileTable]] = {
     ".jsonl": JsonlRows,
     ".json": read_json_rows,
     ".parquet": ParquetRows,
     ".arrow": ArrowRows,
-    ".tar": TarRows,
+    ".tar": open_shard,
     ".csv": read_csv_rows,
 }
 """Functions that open a file, by its ending; .txt and compressed files are opened by ``open_file`` itself."""
@@ -370,7 +375,11 @@ class RowFile:
 
     def with_mapping(self, rows: RowTable) -> RowTable:
         """Rows of this file by the names that formats know."""
-        return rows if self.mapping is None else MappedRows(rows, self.mapping)
+        if self.mapping is None:
+            return rows
+        from sfumato.data.files.mapped_rows import MappedRows
+
+        return MappedRows(rows, self.mapping)
 
 
 def find_row_files(path: str | Path, text_column: str, option: str, held_out: bool = False) -> list[RowFile]:

@@ -14,11 +14,10 @@ from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import refuse_twice
 from sfumato.data.files.late_rows import LateRows
-from sfumato.data.files.remote import is_url, without_secrets
 from sfumato.data.files.row_blocks import Table
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import RowFile, find_row_files, join_rows
-from sfumato.data.synthetic.text import SyntheticRows
+from sfumato.data.files.urls import is_url, without_secrets
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh
 
@@ -97,7 +96,7 @@ def open_sources(config: TextDataConfig) -> Sources:
         DataError: when a file is missing, empty or broken.
     """
     if config.synthetic is not None:
-        return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=False)], None)
+        return _make_synthetic(config, held_out=False)
     return _open(str(config.train_path), config, "data.train_path", config.datasets_type == "iterable")
 
 
@@ -134,8 +133,16 @@ def open_validation(config: TextDataConfig) -> Sources | None:
     Raises as ``open_sources``.
     """
     if config.synthetic is not None:
-        return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=True)], None)
+        return _make_synthetic(config, held_out=True)
     return None if config.eval_path is None else _open(config.eval_path, config, "data.eval_path", False, held_out=True)
+
+
+def _make_synthetic(config: TextDataConfig, held_out: bool) -> Sources:
+    """Problems made in code, as ``data.synthetic`` says."""
+    from sfumato.data.synthetic.text import SyntheticRows
+
+    assert config.synthetic is not None
+    return Sources(["synthetic"], [SyntheticRows(config.synthetic, seed=0, held_out=held_out)], None)
 
 
 def _open(path: str, config: TextDataConfig, option: str, is_streamed: bool, held_out: bool = False) -> Sources:

@@ -19,7 +19,8 @@ from sfumato.config.writing import replace_file
 from sfumato.data.files.file_digests import signature_of
 from sfumato.data.files.stored import BROKEN_ARRAY, digest_of, make_cache_folder
 from sfumato.data.images.image_text import ImageTextDataset, PairDataset, nearest_size
-from sfumato.data.media.pictures import VERSION, File, Picture, read_size
+from sfumato.data.media.kinds import VERSION, File
+from sfumato.data.media.pictures import Picture, read_size
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh, range_of_rank

@@ -8,11 +8,12 @@ from typing import Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.picture_folder import FolderRows
-from sfumato.data.identity import content_of_media, content_of_model_file, digest_rows, digest_value
+from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
 from sfumato.data.images.buckets import Buckets
 from sfumato.data.images.image_text import ImageTextDataset, PairDataset
 from sfumato.data.images.prompts import FileSource, Prompt
-from sfumato.data.media.pictures import File
+from sfumato.data.media.kinds import File
+from sfumato.data.row_identity import digest_rows
 from sfumato.errors import DataError
 from sfumato.tracking.identity import Identity, identify
 

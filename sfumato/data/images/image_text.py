@@ -19,12 +19,9 @@ from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, fin
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
+from sfumato.data.media.kinds import IMAGE_ENDINGS, VERSION, VIDEO_ENDINGS, File
 from sfumato.data.media.pictures import (
     ANIMATION_ENDINGS,
-    IMAGE_ENDINGS,
-    VERSION,
-    VIDEO_ENDINGS,
-    File,
     Picture,
     check_fit,
     fitted,

@@ -5,10 +5,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import open_rows, text_field
@@ -18,9 +18,12 @@ from sfumato.data.images.source_images import (
     find_source_images,
     read_source_images,
 )
-from sfumato.data.media.pictures import File
+from sfumato.data.media.kinds import File
 from sfumato.data.synthetic.glyphs import caption_of, held_out_words, source_image, training_words
 from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from sfumato.config.rl import PromptDataConfig
 
 
 @dataclass(frozen=True)

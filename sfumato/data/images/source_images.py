@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from sfumato.data.files.file_columns import find_file
-from sfumato.data.media.pictures import File, check_fit, check_image, fitted, read_image, read_size
+from sfumato.data.media.kinds import File
+from sfumato.data.media.pictures import check_fit, check_image, fitted, read_image, read_size
 from sfumato.errors import DataError
 
 

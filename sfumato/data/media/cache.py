@@ -29,9 +29,10 @@ import torch
 from sfumato.config.writing import open_new, write_atomically
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.stored import BROKEN_ARRAY, close_on_disk, digest_of, make_cache_folder, open_cache_lock
+from sfumato.data.media.document_media import Images, Tensors
+from sfumato.data.media.kinds import VERSION as PICTURES
 from sfumato.data.media.kinds import AudioFile, DrawnFile, Medium, VideoFile
-from sfumato.data.media.pictures import VERSION as PICTURES
-from sfumato.data.media.vision import ImageReader, Images, Tensors
+from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.token_store import MediaPlace, TokenStore, Watch, find_images, in_workers
 from sfumato.errors import DataError
 

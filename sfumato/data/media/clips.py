@@ -17,7 +17,8 @@ import torch
 
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.open_mappings import JsonObject
-from sfumato.data.media.pictures import File, read_video
+from sfumato.data.media.kinds import File
+from sfumato.data.media.pictures import read_video
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:

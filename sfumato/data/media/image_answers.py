@@ -15,10 +15,11 @@ import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.row_table import FiledRow
+from sfumato.data.media.document_media import Images, Span, Tensors
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform
-from sfumato.data.media.kinds import DrawnFile, Medium
-from sfumato.data.media.pictures import File, read_image
-from sfumato.data.media.vision import ImageReader, Images, Span, Tensors
+from sfumato.data.media.kinds import DrawnFile, File, Medium
+from sfumato.data.media.pictures import read_image
+from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.format import Document, TextSample, TextTransform, fingerprint_of, fit
 from sfumato.data.text.messages import Messages, read_tools

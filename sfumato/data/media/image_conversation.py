@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -14,9 +13,10 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.file_columns import find_file
 from sfumato.data.files.row_table import FiledRow
+from sfumato.data.media.document_media import Span, images_of
 from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.limits import ImageLimits, MediaLimits
-from sfumato.data.media.vision import ImageReader, Images, Span
+from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.chat import ChatTemplate, build_chat_template
 from sfumato.data.text.format import Document, TextFormat, TextSample, TextTransform, fingerprint_of, fit
 from sfumato.data.text.messages import Messages, read_tools
@@ -133,7 +133,7 @@ class ImageConversationTransform:
                 )
             if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
                 raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
-            images = Images(shapes[:count], partial(_take_first, files, count), where) if count else None
+            images = images_of(files[:count], shapes[:count], where)
             documents.append(Document(document.input_ids, document.loss_mask, images=images))
         return documents
 
@@ -195,27 +195,6 @@ def take_media(
                 f"<{kind}> where {NAMES[kind]} belongs, or a part of type {kind}"
             )
     return messages, files
-
-
-def as_text(content: Any) -> str:
-    """The content of a message as people read it, with ``<image>`` in the place of an image."""
-    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
-    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
-
-
-def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
-    """The ``Images`` of a document; None where it has none.
-
-    Args:
-        files: of the images.
-        shapes: that ``ImageReader.place`` gave.
-        where: file and row, for messages.
-    """
-    return Images(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
-
-
-def _take_first(files: list[Medium], count: int) -> Sequence[Medium]:
-    return files[:count]
 
 
 def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:

@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
 
-from sfumato.data.media.clips import Clip
-from sfumato.data.media.pictures import File, check_image, check_video
-from sfumato.data.media.sounds import Sound, check_sound
+VERSION = 3
+"""Raise it when the same files become other pixels, so that stored latents are not used any more."""
+
+File = Path | bytes
+"""A file of a picture: its path, or its content."""
+
+IMAGE_ENDINGS = {
+    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".apng"
+}  # fmt: skip
+
+VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
+"""Endings of files that OpenCV reads."""
 
 NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
 """How errors call a medium of each kind."""
@@ -39,15 +48,3 @@ class DrawnFile:
 
 Medium = File | VideoFile | AudioFile | DrawnFile
 """A file of an image, a video or audio."""
-
-KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}
-"""The kind of a medium by its type, of files and of opened media; a medium of any other type is an image."""
-
-
-def check_head(medium: Medium, where: str) -> None:
-    """Reads the head of a file. Raises DataError when it is no image, no video or no audio."""
-    check = {VideoFile: check_video, AudioFile: check_sound}.get(type(medium))
-    if check is None:
-        check_image(cast("File", medium), where)
-    else:
-        check(cast("VideoFile | AudioFile", medium).file, where)

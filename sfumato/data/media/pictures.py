@@ -16,6 +16,7 @@ import numpy as np
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.media.colours import check_code_points, significant_bits, to_srgb
+from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS, File
 from sfumato.data.media.video_files import examine_video, open_video
 from sfumato.errors import DataError
 
@@ -27,19 +28,12 @@ if TYPE_CHECKING:
     from PIL.TiffImagePlugin import TiffImageFile
     from torch import Tensor
 
-VERSION = 3
-"""Raise it when the same files become other pixels, so that stored latents are not used any more."""
-
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 """Formats that Pillow may recognise. Its other formats include some that start a program, as EPS does."""
 
-IMAGE_ENDINGS = {
-    ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".apng"
-}  # fmt: skip
+
 ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
 """Endings of files of which Pillow reads several frames."""
-VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
-"""Endings of files that OpenCV reads."""
 
 MAX_FRAMES = 1_000_000
 """Frames of the longest video that is read: more than nine hours of 30 frames per second."""
@@ -81,9 +75,6 @@ BROKEN = (
     struct.error,
 )
 """Errors that Pillow raises for files that are damaged, or made to break it."""
-
-File = Path | bytes
-"""A file of a picture: its path, or its content."""
 
 
 class Picture(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sfumato.config.file_checks import file_problem
-from sfumato.data.media.pictures import File
+from sfumato.data.media.kinds import File
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from sfumato.data.media.vision import Images, Tensors
+from sfumato.data.media.document_media import Images, Tensors
 from sfumato.data.text.format import Document, TextSample
 
 MOST_THREADS = 8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sfumato.data.media.pictures import File
+from sfumato.data.media.kinds import File
 from sfumato.data.media.sounds import check_all_there, describe_file, open_sound
 from sfumato.errors import DataError
 from sfumato.tracking.waveforms import FULL_SCALE

@@ -13,16 +13,8 @@ import torch
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.files.file_columns import find_file, find_frames
 from sfumato.data.images.image_text import ImageTextDataset
-from sfumato.data.media.pictures import (
-    IMAGE_ENDINGS,
-    VIDEO_ENDINGS,
-    File,
-    Picture,
-    check_fit,
-    frames_of,
-    read_image,
-    read_video,
-)
+from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS, File
+from sfumato.data.media.pictures import Picture, check_fit, frames_of, read_image, read_video
 from sfumato.data.media.sound_tracks import read_sound_track
 from sfumato.data.media.waveform_files import VERSION, read_waveform, to_waveform
 from sfumato.errors import DataError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sfumato.data.media.vision import Vision
+if TYPE_CHECKING:
+    from sfumato.data.media.vision import Vision
 
 ATTENTION_LENGTH = 24_576
 """Tokens of a document at which attention costs as much as everything else: 12 x a hidden width of 2048."""

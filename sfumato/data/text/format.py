@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, cast
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.media.vision import ImageReader, Images
+from sfumato.data.media.document_media import Images
 from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.chat import Encoded, check_fast
 from sfumato.data.text.generation_blocks import GENERATION
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from sfumato.data.files.row_table import FiledRow
     from sfumato.data.media.kinds import Medium
+    from sfumato.data.media.vision import ImageReader
 
 VERSION = 2
 """To be raised when the same rows become other tokens, so that token stores made before are not used."""

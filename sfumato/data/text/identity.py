@@ -7,15 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.row_table import filed_row
 from sfumato.data.files.sources import Sources
-from sfumato.data.identity import (
-    BLOCKS,
-    content_of_file,
-    content_of_media,
-    content_of_model_file,
-    digest_rows,
-    digest_value,
-)
-from sfumato.data.media.pictures import File
+from sfumato.data.identity import BLOCKS, content_of_file, content_of_media, content_of_model_file, digest_value
+from sfumato.data.media.kinds import File
+from sfumato.data.row_identity import digest_rows
 from sfumato.data.text.format import MediaTransform, TextTransform, has_media, source_of
 from sfumato.errors import DataError
 from sfumato.parallel.mesh import Mesh

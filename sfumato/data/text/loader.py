@@ -18,9 +18,8 @@ from sfumato.data.files.mixing import Order
 from sfumato.data.files.row_blocks import RowFile
 from sfumato.data.files.sources import Sources, open_sources_once, open_validation
 from sfumato.data.files.stored import digest_of
-from sfumato.data.media.cache import MediaCache, build_media_cache
+from sfumato.data.media.document_media import Images
 from sfumato.data.media.threads import open_ahead
-from sfumato.data.media.vision import Images, Vision
 from sfumato.data.text.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.document_cost import SightedCost, default_cost
@@ -41,6 +40,9 @@ from sfumato.tracking.identity import Identity
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from sfumato.data.media.cache import MediaCache
+    from sfumato.data.media.vision import Vision
 
 
 class TextLoader:
@@ -218,6 +220,8 @@ def build_text_loader(
             store = build_token_store(sources, transform, folder, data.num_workers, limit, say, watch)
             if data.cache_media:
                 assert has_media(transform)  # the configuration refuses other formats
+                from sfumato.data.media.cache import build_media_cache
+
                 media = build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, watch)
         # With ``dyn_bsz`` the samples of a step are estimated by their mean length.
         step_samples = rule.limit * len(store) // int(store.lengths.sum()) if rule.by_tokens else rule.limit

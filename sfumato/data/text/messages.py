@@ -294,3 +294,9 @@ def _with_system(messages: Messages, system: object, where: str) -> Messages:
     if messages[0]["content"] != system:
         raise DataError(f"{where}: column 'system' and the conversation's own system message differ: leave one out")
     return messages
+
+
+def as_text(content: Any) -> str:
+    """The content of a message as people read it, with ``<image>`` in the place of an image."""
+    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
+    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 
-from sfumato.data.media.vision import MultimodalInputs, Tensors, Vision
+from sfumato.data.media.document_media import MultimodalInputs, Tensors
 from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from sfumato.data.media.vision import Vision
 
 
 def make_batch(

@@ -8,8 +8,8 @@ from typing import Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
-from sfumato.data.media.pictures import File
-from sfumato.data.media.vision import Images
+from sfumato.data.media.document_media import Images
+from sfumato.data.media.kinds import File
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
 

@@ -8,7 +8,7 @@ import numbers
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -18,14 +18,14 @@ from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.config.user_functions import import_function
 from sfumato.data.files.folders import describe_left_out, shared_line
 from sfumato.data.files.row_table import FiledRow, RowTable, filed_row
-from sfumato.data.media.image_conversation import as_text, images_of
-from sfumato.data.media.vision import Images
+from sfumato.data.media.document_media import Images, images_of
 from sfumato.data.prompt_loader import PromptLoader
-from sfumato.data.synthetic.text import SyntheticRows
-from sfumato.data.text.messages import Messages
-from sfumato.data.text.prompt_formats.base import PromptRow
+from sfumato.data.text.messages import Messages, as_text
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.text.prompt_formats.base import PromptRow
 
 LOOKED_AT = 64
 """Rows from the beginning of a split whose format is told in the log."""
@@ -115,6 +115,8 @@ def _open_rows(config: TextPromptDataConfig, split: str, seed: int) -> tuple[Row
     """Opens the rows of a split. Returns them and the function that reads a row, given the row and its place."""
     if config.synthetic is None:
         return config.data_type.open(config, split, seed), config.data_type.read
+    from sfumato.data.synthetic.text import SyntheticRows
+
     rows = SyntheticRows(config.synthetic, seed, held_out=split == "eval")
     problem_metadata = {"problem": config.synthetic.problem}
 

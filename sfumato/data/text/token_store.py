@@ -38,9 +38,9 @@ from sfumato.data.files.stored import (
     open_cache_lock,
     read_manifest,
 )
+from sfumato.data.media.document_media import Images
+from sfumato.data.media.kinds import VERSION as PICTURES
 from sfumato.data.media.kinds import DrawnFile, Medium
-from sfumato.data.media.pictures import VERSION as PICTURES
-from sfumato.data.media.vision import Images
 from sfumato.data.text.format import Document, MediaTransform, TextSample, TextTransform, has_media
 from sfumato.data.text.row_samples import samples_of
 from sfumato.errors import DataError

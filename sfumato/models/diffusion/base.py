@@ -26,7 +26,6 @@ from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui, save_for_diffusers
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
-from sfumato.models.lora import merge_adapters, save_adapter, start_magnitudes
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
@@ -278,6 +277,8 @@ class DiffusionModel(FrozenParts):
             device = weights_device(mesh, config)
             for name, part in self.split_denoiser(self.denoiser).items():
                 load_weights(part, self.source / name, mesh, from_rank0, device=device)
+            from sfumato.models.lora import start_magnitudes
+
             start_magnitudes(self.denoiser)
         move_to_devices(self.denoiser, mesh, config)
 
@@ -408,6 +409,8 @@ class DiffusionModel(FrozenParts):
         if self.exports_merged:
             target = folder / ADAPTER_FOLDER
             target.mkdir(parents=True)
+            from sfumato.models.lora import save_adapter
+
             save_adapter(self.denoiser, weights, target)
         self.save_pipeline(folder, weights)
 
@@ -431,6 +434,8 @@ class DiffusionModel(FrozenParts):
         """
         weights = self.denoiser.state_dict() if weights is None else weights
         if self._adapters:
+            from sfumato.models.lora import merge_adapters
+
             weights = merge_adapters(self.plain_denoiser(), weights)
         plain = self.plain_denoiser(adapters=False)
         plain.load_state_dict(weights, assign=True)

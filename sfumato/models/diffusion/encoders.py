@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -20,8 +20,10 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
 from sfumato.models.diffusion.encoder_identity import EncoderIdentity, identify_encoders
-from sfumato.models.diffusion.latent_cache import LatentCache, open_cache
 from sfumato.parallel.mesh import Mesh
+
+if TYPE_CHECKING:
+    from sfumato.models.diffusion.latent_cache import LatentCache
 
 
 class BucketEncoder:
@@ -57,7 +59,7 @@ class BucketEncoder:
         return self._encoders[number].encode(rows)
 
 
-Encoder = OnlineEncoder | LatentCache | BucketEncoder
+Encoder: TypeAlias = "OnlineEncoder | LatentCache | BucketEncoder"
 
 
 def check_data_type(model: DiffusionModel, config: ImageDataConfig) -> None:
@@ -130,6 +132,8 @@ def open_encoder(
     def open_one(rows: Dataset) -> OnlineEncoder | LatentCache:
         if config.cache_dir is None:
             return OnlineEncoder(rows, model, bad_rows)
+        from sfumato.models.diffusion.latent_cache import open_cache
+
         return open_cache(config.cache_dir, rows, model, bad_rows, watch=watch, encoders=encoders)
 
     with mesh.first_rank_first() if config.cache_dir is not None else nullcontext():

@@ -32,7 +32,8 @@ from sfumato.data.files.stored import digest_of, make_cache_folder, open_cache_l
 from sfumato.data.images.buckets import OneSize
 from sfumato.data.images.image_text import PairDataset
 from sfumato.data.loader import IndexBatch
-from sfumato.data.media.pictures import File, Picture, is_enlarged
+from sfumato.data.media.kinds import File
+from sfumato.data.media.pictures import Picture, is_enlarged
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import DataError
 from sfumato.models.diffusion.base import DiffusionModel

@@ -32,7 +32,6 @@ from sfumato.models.diffusion.folder_parts import (
 )
 from sfumato.models.diffusion.schedulers import FILE as SCHEDULER_FILE
 from sfumato.models.diffusion.schedulers import require_scipy
-from sfumato.models.lora import add_lora, refuse_adapter
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 if TYPE_CHECKING:
@@ -159,6 +158,8 @@ def _read_pipeline_class(folder: Path) -> str:
     try:
         return read_pipeline_class(folder)
     except FileNotFoundError as error:
+        from sfumato.models.lora import refuse_adapter
+
         refuse_adapter(folder)
         if hint := hub_hint(folder):
             raise ConfigError(
@@ -258,6 +259,8 @@ def build_diffusion_model(
         assert source is not None
         refuse_not_finite(component, source / name)
     if config.lora is not None:
+        from sfumato.models.lora import add_lora
+
         add_lora(model.denoiser, config.lora, model.lora_targets, seed)
     else:
         model.denoiser.requires_grad_(True)

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from torch import nn
 
-from sfumato.data.media.vision import ImageReader, Vision
 from sfumato.data.text.document_cost import SightedCost
 from sfumato.errors import ConfigError
-from sfumato.models.estimate.sound_flops import sound_flops
-from sfumato.parallel.expert import find_experts, has_experts
+from sfumato.parallel.expert_modules import find_experts, has_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+    from sfumato.data.media.vision import ImageReader, Vision
+    from sfumato.models.estimate.sound_flops import PlaneSoundFlops, SoundFlops, WholeSoundFlops
 
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 """Names, in configurations, of the number of experts that a token is routed to."""
@@ -128,7 +129,11 @@ class EncoderFlops:
         """
         modules = dict(modules)
         tower = modules.pop("audio_tower", None)
-        self.sound = None if tower is None else sound_flops(tower, modules)
+        self.sound: SoundFlops | PlaneSoundFlops | WholeSoundFlops | None = None
+        if tower is not None:
+            from sfumato.models.estimate.sound_flops import sound_flops
+
+            self.sound = sound_flops(tower, modules)
         self.tokens_per_patch = reader.tokens_per_patch
         self.filled_to = reader.filled_to
         self.of_patch, self.of_place, self.of_token = ({True: 0, False: 0} for _ in range(3))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.device import to_device
-from sfumato.data.media.vision import MultimodalInputs, Tensors, join_media
+from sfumato.data.media.document_media import MultimodalInputs, Tensors, join_media
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.positions import document_bounds, lengths_between

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from sfumato.config.file_checks import read_json
 from sfumato.config.text import LanguageModelConfig
-from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.format import TextFormat
-from sfumato.data.text.prompt_formats.base import PromptFormat
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.parts import (
     BYTES,
@@ -33,14 +31,14 @@ from sfumato.models.language.router_loss import (
     refuse_router_loss,
 )
 from sfumato.models.language.source_folder import describe_left_out
-from sfumato.models.language.vision_load import add_image_tokens, build_vision
-from sfumato.models.lora import add_lora, language_targets
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from sfumato.config.text_data import TextTrainConfig
     from sfumato.config.text_rl import TextRLTrainConfig
+    from sfumato.data.media.vision import ImageReader
+    from sfumato.data.text.prompt_formats.base import PromptFormat
 
 
 def build_language_model(
@@ -84,6 +82,8 @@ def build_language_model(
     tokenizer = build_tokenizer(config)
     vision = None
     if sees:
+        from sfumato.models.language.vision_load import add_image_tokens, build_vision
+
         assert data_type is not None
         # before ``build_vision``, whose processor looks its tokens up in the tokenizer
         if config.tokenizer_path == BYTES:
@@ -103,6 +103,8 @@ def build_language_model(
     model.frozen_names = freeze(module, config.freeze)
     model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
+        from sfumato.models.lora import add_lora, language_targets
+
         add_lora(module, config.lora, language_targets(module), train.seed)
     return model
 

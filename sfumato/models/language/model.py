@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sfumato.algorithms.device import to_device
 from sfumato.config.sections import TrainConfig
-from sfumato.data.media.vision import MultimodalInputs, Vision, join_media
+from sfumato.data.media.document_media import MultimodalInputs, join_media
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.estimate.flops import DRAWS
@@ -29,7 +29,6 @@ from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
 from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
-from sfumato.models.lora import inject_adapter, merge_adapters, save_adapter
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
@@ -37,6 +36,8 @@ from sfumato.parallel.weights import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.data.media.vision import Vision
 
 WORTH_PICKING = 0.9
 """Logits are computed for the tokens with a label alone where these are less than this fraction of all; picking them
@@ -228,6 +229,8 @@ class LanguageModel(PackedModel[TokenScores]):
         save_tokenizer(self.tokenizer, folder)  # after the processor's files, whose chat template it replaces
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters:
+            from sfumato.models.lora import inject_adapter, merge_adapters, save_adapter
+
             # ``self.module`` will not do: with pipeline parallelism it is a stage without the layers of the others
             adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():

@@ -19,29 +19,29 @@ from torch import Tensor, nn
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.sections import TrainConfig
-from sfumato.data.media.vision import KINDS, Images, MultimodalInputs, Vision, join_media
+from sfumato.data.media.document_media import KINDS, Images, MultimodalInputs, join_media
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import IdleImage, forget_lengths
 from sfumato.models.language.hf_config import give_weights, set_attention
 from sfumato.models.language.packed_attention import ATTENTION, MaskWatch
-from sfumato.models.lora import inject_adapter, start_magnitudes
-from sfumato.parallel.attention import shard_sequence
-from sfumato.parallel.balance import ExpertBalancer
 from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.packed_rows import Batch, pad_together, shard_sequence
 from sfumato.parallel.parallelize import accumulate, move_to_devices, parallelize, weights_device
-from sfumato.parallel.pipeline import Pipeline, StageArguments, build_pipeline, positions_alone
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.positions import remember_whole
 from sfumato.parallel.shards import whole_shapes
-from sfumato.parallel.stages import Batch, pad_together
-from sfumato.parallel.weights import build_on_meta, initialise_on_meta, load_weights
+from sfumato.parallel.weights import build_on_meta, load_weights
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from sfumato.data.media.vision import Vision
+    from sfumato.parallel.balance import ExpertBalancer
+    from sfumato.parallel.pipeline import Pipeline, StageArguments
 
 COMPILED_MULTIPLE = 256
 """Row lengths are multiples of this where blocks are compiled."""
@@ -187,6 +187,8 @@ class PackedModel(ABC, Generic[Output]):
         plan = replace(language_plan(self.module), graph_breaks=self.attention == ATTENTION or mesh.layout.cp > 1)
         dtype = self.autocast_dtype
         if mesh.layout.pp > 1:
+            from sfumato.parallel.pipeline import build_pipeline
+
             self._pipeline = build_pipeline(self.module, mesh, config, plan, dtype)
             self.module = self._pipeline.module  # this rank's stage
         else:
@@ -195,15 +197,21 @@ class PackedModel(ABC, Generic[Output]):
         # weights on meta are read after sharding, so that no rank holds the whole model
         device = weights_device(mesh, config)
         if any(parameter.is_meta for parameter in self.module.parameters()):
+            from sfumato.models.lora import start_magnitudes
+
             if self.source is not None:
                 from_rank0 = config.broadcast_model_weights_from_rank0
                 load_weights(self.module, self.source, mesh, from_rank0, device=device)
             else:
+                from sfumato.parallel.random_weights import initialise_on_meta
+
                 initialise_on_meta(self.module, self._build, mesh, config.seed, device)
             start_magnitudes(self.module)  # DoRA's are the norms of the weights that have just been read
         move_to_devices(self.module, mesh, config)
         self.module.train()
         if config.expert_bias_rate > 0:
+            from sfumato.parallel.balance import ExpertBalancer
+
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)
 
     def set_row_layout(self, attention: str, row_layout: RowLayout) -> None:
@@ -229,8 +237,11 @@ class PackedModel(ABC, Generic[Output]):
             weights: whole weights by the names of the module.
         """
         module = cast("PreTrainedModel", build_on_meta(self._build))
-        for name, adapter in self._adapters().items():
-            inject_adapter(module, adapter, name)
+        if adapters := self._adapters():
+            from sfumato.models.lora import inject_adapter
+
+            for name, adapter in adapters.items():
+                inject_adapter(module, adapter, name)
         trains = {name for name, parameter in module.named_parameters() if parameter.requires_grad} - self.frozen_names
         give_weights(module, weights)
         # ``give_weights`` has replaced the parameters by tensors with another requires_grad
@@ -451,6 +462,8 @@ class PackedModel(ABC, Generic[Output]):
     def _stage_arguments(self, batches: Sequence[TokenBatch]) -> StageArguments:
         """The arguments of a pipeline's stages for micro-batches: positions for all stages, images for the first."""
         if self.vision is None:
+            from sfumato.parallel.pipeline import positions_alone
+
             return positions_alone
 
         def select_arguments(row: Batch, first: bool) -> Tensors:

@@ -30,9 +30,8 @@ from sfumato.models.language.source_folder import (
     refuse_loss_terms,
     refuse_other_head,
 )
-from sfumato.models.lora import refuse_adapter
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.parallel.weights import build_on_meta, build_with_random_weights, refuse_not_finite
+from sfumato.parallel.weights import build_on_meta, refuse_not_finite
 
 if TYPE_CHECKING:
     from types import SimpleNamespace
@@ -139,6 +138,8 @@ def build_module(
     if train.init_device == "meta":
         return cast("PreTrainedModel", build_on_meta(make)), make
     if source is None:
+        from sfumato.parallel.random_weights import build_with_random_weights
+
         # random weights depend on the run's seed alone, not on what has been drawn before
         return cast("PreTrainedModel", build_with_random_weights(make, train.seed)), make
     # transformers draws weights that the folder lacks before ``finish`` sets them: the run's generator must not move
@@ -217,6 +218,8 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
     if config.config_path is None:
         folder = Path(str(config.model_path))
         if not (folder / "config.json").is_file():
+            from sfumato.models.lora import refuse_adapter
+
             # both have a better message for a folder of another kind
             refuse_adapter(folder)
             refuse_other_layout(str(config.model_path))

@@ -30,10 +30,10 @@ from sfumato.models.language.hf_config import can_set_attention, changing_positi
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.packed_model import PackedModel, RowLayout
 from sfumato.models.language.probe_documents import make_documents, other_than
-from sfumato.parallel.attention import SIZES
 from sfumato.parallel.bin_packing import micro_batch_rule
-from sfumato.parallel.expert import has_experts
+from sfumato.parallel.expert_modules import has_experts
 from sfumato.parallel.gradients import reduce_and_clip
+from sfumato.parallel.packed_rows import SIZES
 from sfumato.parallel.parallelize import forget_pass
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights

@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.media.clips import Clip
-from sfumato.data.media.pictures import as_png
-from sfumato.data.media.sounds import Sound
-from sfumato.data.media.vision import Images, Vision
+from sfumato.data.media.document_media import Images
 from sfumato.data.text.format import Document, TextSample
 from sfumato.models.language.packed_model import PackedModel
 
 if TYPE_CHECKING:
     from sfumato.config.text_rl import TextRLTrainConfig
+    from sfumato.data.media.clips import Clip
     from sfumato.data.media.kinds import Medium
+    from sfumato.data.media.sounds import Sound
+    from sfumato.data.media.vision import Vision
 
 LENGTHS = (13, 5, 21, 21, 2)
 """Lengths of the short documents in tokens: two are equal, and one is as short as can be."""
@@ -94,6 +94,8 @@ def with_images(tokens: np.ndarray, sizes: Sequence[tuple[int, int]], vision: Vi
         vision: of the model.
     """
     from PIL import Image
+
+    from sfumato.data.media.pictures import as_png
 
     generator = np.random.default_rng(0)
     reader = vision.reader

@@ -34,7 +34,6 @@ from sfumato.models.language.parts import (
 )
 from sfumato.models.language.router_loss import refuse_router_loss
 from sfumato.models.language.source_folder import float32_names
-from sfumato.models.lora import add_lora, inject_adapter, language_targets, merge_adapters
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
 from sfumato.parallel.weights import build_on_meta
@@ -135,6 +134,8 @@ class ScalarModel(PackedModel[Tensor]):
         """
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters := self._adapters():
+            from sfumato.models.lora import inject_adapter, merge_adapters
+
             adapted = cast("PreTrainedModel", build_on_meta(self._build))
             for name, adapter in adapters.items():
                 inject_adapter(adapted, adapter, name)
@@ -222,6 +223,8 @@ def build_scalar_model(
         _expect_no_head(module, head, train.seed)
     check_vocabulary(module, tokenizer)
     if config.lora is not None:
+        from sfumato.models.lora import add_lora, language_targets
+
         module.requires_grad_(False)
         add_lora(module, config.lora, language_targets(module), train.seed)
         # the head is trained in full beside the adapters, in float32 like these

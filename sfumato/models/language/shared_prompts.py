@@ -14,7 +14,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.packed_model import PackedModel
 from sfumato.models.language.probe import tolerance_of
-from sfumato.parallel.expert import has_experts
+from sfumato.parallel.expert_modules import has_experts
 
 if TYPE_CHECKING:
     from torch import nn

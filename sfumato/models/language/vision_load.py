@@ -15,7 +15,8 @@ from torch import Tensor
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained
 from sfumato.data.media.clips import build_videos
-from sfumato.data.media.vision import ImageReader, Tensors, Vision
+from sfumato.data.media.document_media import Tensors
+from sfumato.data.media.vision import ImageReader, Vision
 from sfumato.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sfumato.algorithms.device import to_device
+from sfumato.data.media.document_media import Images
 from sfumato.data.media.image_answers import DRAWN
-from sfumato.data.media.vision import Images
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import give_weights

@@ -20,8 +20,9 @@ from sfumato.config.omni import TrainOmniConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.config.trust import load_pretrained
+from sfumato.data.media.document_media import Images, Tensors
 from sfumato.data.media.image_answers import DrawingReader
-from sfumato.data.media.vision import ImageReader, Images, Tensors, Vision
+from sfumato.data.media.vision import ImageReader, Vision
 from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.token_ids import token_id
 from sfumato.errors import ConfigError

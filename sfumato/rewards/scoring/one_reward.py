@@ -18,7 +18,6 @@ import numpy as np
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
-from sfumato.rewards.scoring.workers import pool_of
 
 
 def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
@@ -45,7 +44,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
         if given_up:
             outcome = Outcome(failed(given_up, len(batch)))
         else:
-            outcome = pool_of(reward).call(batch) if reward.process else _call_in_thread(reward, batch)
+            outcome = _call_in_process(reward, batch) if reward.process else _call_in_thread(reward, batch)
             lost_in_a_row = lost_in_a_row + 1 if outcome.is_lost else 0
             given_up = outcome.values[0][1] if lost_in_a_row == most_lost else ""
         rest = iter(outcome.values)
@@ -144,6 +143,12 @@ def _mean_of_frames(checked: Sequence[tuple[float, str]]) -> tuple[float, str]:
     """Value and reason of a sample from those of its frames: their mean, or NaN when a frame has no value."""
     reasons = [reason for _, reason in checked if reason]
     return (math.nan, reasons[0]) if reasons else (sum(value for value, _ in checked) / len(checked), "")
+
+
+def _call_in_process(reward: Reward, batch: list[Sample]) -> Outcome:
+    from sfumato.rewards.scoring.workers import pool_of
+
+    return pool_of(reward).call(batch)
 
 
 def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:

@@ -18,7 +18,6 @@ from sfumato.rewards.scoring.calls import LARGEST
 from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalised
 from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rewards.scoring.workers import close_workers, pool_of
 
 
 class Scorer:
@@ -73,13 +72,18 @@ class Scorer:
         self.combination.prepare()
         for reward in self.rewards:
             if reward.process:
+                from sfumato.rewards.scoring.workers import pool_of
+
                 pool_of(reward).start()
             else:
                 reward.prepare()
 
     def close(self) -> None:
         """Ends the processes of rewards."""
-        close_workers()
+        if any(reward.process for reward in self.rewards):
+            from sfumato.rewards.scoring.workers import close_workers
+
+            close_workers()
 
     def score(self, samples: list[Sample], objective_only: bool = False) -> Scores:
         """Scores a batch with every reward, one after the other. Several threads may call it.

@@ -19,7 +19,7 @@ The file's metadata say the format, the step, the rank and the temperature of th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -32,17 +32,13 @@ from safetensors.torch import save
 from torch import Tensor
 
 from sfumato.algorithms.advantages import Advantages
-from sfumato.config.text_rl import TextRLConfig
 from sfumato.config.writing import write_atomically
-from sfumato.data.media.image_conversation import images_of
+from sfumato.data.media.document_media import Images, images_of
 from sfumato.data.media.kinds import AudioFile, VideoFile
-from sfumato.data.media.vision import Images
 from sfumato.errors import DataError
-from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import RankBatch, SampleRequest
 from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
-from sfumato.tracking.json_lines import Sparing
 
 FOLDER = "rollouts"
 """In the run folder."""
@@ -250,61 +246,3 @@ def _advantages_of(tensors: dict[str, Tensor]) -> Advantages:
         name.removeprefix(_REWARDS): rewards for name, rewards in tensors.items() if name.startswith(_REWARDS)
     }
     return Advantages(values, *flags, metrics={}, rewards=tensors.get("rewards"), components=components)
-
-
-class RolloutDumps:
-    """Writes the dumps of a run that asks for them, each data-parallel rank its own."""
-
-    def __init__(self, config: TextRLConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
-        """``say`` is told, once, that dumps cannot be written."""
-        self.rollout = config.rollout
-        self.mesh = mesh
-        self.output_dir = Path(config.train.output_dir)
-        self._sparing = Sparing(say)
-        self._has_begun = False
-
-    @property
-    def needs_token_values(self) -> bool:
-        """Whether the run asks for dumps with the values that an update computes for tokens."""
-        return self.rollout.dump and not self.rollout.rollout_only
-
-    def write(
-        self, rollout: TextRollout, advantages: Advantages, token_values: Mapping[str, Tensor], step: int
-    ) -> None:
-        """Writes what this rank learns from, where the run asks for it. All ranks must call it.
-
-        Where the disk is full the run says so and goes on. A resumed run first removes the files of the steps that it
-        makes again.
-
-        Args:
-            rollout: this rank's samples.
-            advantages: of these samples.
-            token_values: see ``RolloutDump``; empty where nothing was computed.
-            step: the iteration, from 1.
-        """
-        if not (self.rollout.dump or self.rollout.rollout_only):
-            return
-        problem = None
-        rank = self.mesh.data_rank
-        if self.mesh.rank_in("copies") == 0:
-            try:
-                if not self._has_begun and self.mesh.is_first:
-                    self._remove_from(step)
-                path = dump_path(self.output_dir, step, rank)
-                write_dump(path, rollout, advantages, token_values, step, rank, self.rollout.temperature)
-            except OSError as error:
-                problem = error
-        # gathered, so that all ranks report the same problem
-        problems = [error for error in self.mesh.gather(problem) if error is not None]
-        self._has_begun = True
-        self._sparing.report(self.output_dir / FOLDER, problems[0] if problems else None)
-
-    def _remove_from(self, step: int) -> None:
-        """Removes the dumps of later steps, and those of this step by ranks that this run does not have.
-
-        Its own ranks write theirs anew, perhaps just now.
-        """
-        for path in (self.output_dir / FOLDER).glob("step_*.safetensors"):
-            match = NAME.fullmatch(path.name)
-            if match and (int(match[1]) > step or (int(match[1]) == step and int(match[2]) >= self.mesh.data_size)):
-                path.unlink()

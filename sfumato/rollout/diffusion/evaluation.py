@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 from sfumato.algorithms.dynamics import EulerODE
-from sfumato.config.diffusion_rl import DiffusionRLConfig
-from sfumato.config.dit import SampleConfig, TrainDitConfig
 from sfumato.data.images.prompts import Prompt
 from sfumato.data.images.source_images import group_by_sources, side_by_side
 from sfumato.errors import ConfigError, NonFiniteError
@@ -26,6 +24,8 @@ from sfumato.rollout.diffusion.trajectory_sampler import Content, decode_samples
 from sfumato.tracking.samples import SampleRecord
 
 if TYPE_CHECKING:
+    from sfumato.config.diffusion_rl import DiffusionRLConfig
+    from sfumato.config.dit import SampleConfig, TrainDitConfig
     from sfumato.data.images.image_text import ImageTextDataset, PairDataset
     from sfumato.data.synthetic.glyphs import GlyphDataset
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.images.prompts import Prompt, check_source_counts
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_output, set_source_images
@@ -17,6 +16,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
+    from sfumato.config.diffusion_rl import DiffusionRLConfig
 
     class _HasModel(Protocol):
         """The part of an actor (``runtime/states.py``, on a floor above this one) that is needed here."""

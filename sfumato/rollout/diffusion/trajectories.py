@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,11 +19,13 @@ from sfumato.algorithms.dynamics import Dynamics, EulerODE, GaussianStep
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.objectives import SampledSteps
 from sfumato.algorithms.rows import by_row
-from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.batch import Passes
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout, ReplayData, start_latents
+
+if TYPE_CHECKING:
+    from sfumato.config.diffusion_rl import TrajectoryRLConfig
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import torch
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.rows import TensorRows, by_group, by_row
-from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.data.images.prompts import Prompt
 from sfumato.data.images.source_images import side_by_side
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
@@ -24,6 +23,9 @@ from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import Rollout, SampleRequest
 from sfumato.rollout.diffusion.policy import encode_prompts
 from sfumato.tracking.waveforms import VideoWithSound, Waveform
+
+if TYPE_CHECKING:
+    from sfumato.config.diffusion_rl import DiffusionRLConfig
 
 Content = np.ndarray | Waveform | VideoWithSound
 """An image, uint8 ``[H, W, 3]``, a video, ``[F, H, W, 3]``, a sound, or a video with its sound."""

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from sfumato.data.media.vision import Images
+from sfumato.data.media.document_media import Images
 from sfumato.rollout.text.tokens import FinishReason
 
 

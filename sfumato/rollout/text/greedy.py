@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sfumato.data.media.vision import Images
+from sfumato.data.media.document_media import Images
 from sfumato.data.text.answer_end import tokens_without_text
 from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.data.media.vision import Images
+from sfumato.data.media.document_media import Images
 from sfumato.rollout.engines.base import Completion, Engine, GenerationRequest, Sampling
 from sfumato.rollout.text.tokens import FinishReason, TokenSequence
 

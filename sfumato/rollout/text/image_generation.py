@@ -25,7 +25,7 @@ from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.tracking.samples import SampleRecord
 
 if TYPE_CHECKING:
-    from sfumato.data.media.vision import Images
+    from sfumato.data.media.document_media import Images
     from sfumato.models.omni.flow_head import LatentTokenizer
     from sfumato.models.omni.image_tokenizer import ImageTokenizer
 

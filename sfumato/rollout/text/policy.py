@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLConfig
-from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.answer_end import facts_of, tokens_without_text
 from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
@@ -24,7 +23,6 @@ from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_s
 from sfumato.data.text.token_ids import padding_token, token_decoder
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
-from sfumato.models.language.critic import Critic
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model, build_reader, read_model_config
 from sfumato.models.language.model import LanguageModel
@@ -37,15 +35,10 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.batch import Drawn, SampleRequest
-from sfumato.rollout.debug.replay import DumpedRollouts
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.of_policy import PolicyEngine
-from sfumato.rollout.engines.served.engine import ServedEngine
 from sfumato.rollout.engines.settings import Embedded
-from sfumato.rollout.oversampling.first_finished import OtherRankError
-from sfumato.rollout.oversampling.partial import OverSampling
-from sfumato.rollout.oversampling.unfinished import UnfinishedGroups, UnfinishedRollouts
 from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.folder import run_date
 
@@ -53,6 +46,12 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from transformers import PreTrainedTokenizerBase
+
+    from sfumato.data.media.vision import ImageReader
+    from sfumato.models.language.critic import Critic
+    from sfumato.rollout.debug.replay import DumpedRollouts
+    from sfumato.rollout.oversampling.partial import OverSampling
+    from sfumato.rollout.oversampling.unfinished import UnfinishedGroups, UnfinishedRollouts
 
     class _EngineWithWeights(Engine, Protocol):
         """An engine that weights are sent to (``runtime/weight_sync``), one of this library or of a user."""
@@ -151,18 +150,27 @@ class TextEngine:
         adopt_template(self.template)  # the actor's export has this tokenizer
         self.mesh = mesh
         self.served = build_served(config) if served else None
-        if isinstance(self.served, ServedEngine):
-            self.served.on_loss = self._restart
+        if self.served is not None:
+            from sfumato.rollout.engines.served.engine import ServedEngine
+
+            if isinstance(self.served, ServedEngine):  # not one of the user's own
+                self.served.on_loss = self._restart
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
         """Receives the weights of new versions; None where the policy's model does."""
         self._policy = None if model is None else PolicyEngine(model, self._embedded)
         self._is_resting = False
-        self.unfinished = UnfinishedRollouts() if config.rollout.leaves_unfinished else None
+        self.unfinished: UnfinishedRollouts | None = None
         """The groups that finished iterations have left to the next, in the actor, whose checkpoints hold them."""
         self._over_sampling: OverSampling | None = None
-        self._dumped = None
+        if config.rollout.leaves_unfinished:
+            from sfumato.rollout.oversampling.unfinished import UnfinishedRollouts
+
+            self.unfinished = UnfinishedRollouts()
+        self._dumped: DumpedRollouts | None = None
         if config.rollout.load_dump is not None:
+            from sfumato.rollout.debug.replay import DumpedRollouts
+
             self._dumped = DumpedRollouts(config.rollout.load_dump, self.template, config.rollout.temperature)
 
     def _embedded(self, module: nn.Module) -> Engine:
@@ -335,6 +343,9 @@ class TextEngine:
         version: int,
     ) -> tuple[TextRollout, list[Sample], UnfinishedGroups | None]:
         """``draw_requests`` with oversampling."""
+        from sfumato.rollout.oversampling.first_finished import OtherRankError
+        from sfumato.rollout.oversampling.partial import OverSampling
+
         if self._over_sampling is None:
             self._over_sampling = OverSampling(self.config, prompts, self.mesh)
         places = list(dict.fromkeys(request.group_id for request in requests))
@@ -440,6 +451,8 @@ def build_critic(config: TextRLConfig, mesh: Mesh, say: Callable[..., None]) -> 
     """The critic, where the advantages need one; raises as ``Critic``."""
     if not config.algorithm.token_advantage.needs_values:
         return None
+    from sfumato.models.language.critic import Critic
+
     return Critic(config.critic, config.model, config.train, mesh, config.num_updates, config.max_seq_len, say)
 
 

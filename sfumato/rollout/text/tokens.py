@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from sfumato.algorithms.rows import by_row
-from sfumato.data.media.vision import Images
+from sfumato.data.media.document_media import Images
 from sfumato.rollout.batch import Rollout
 
 FinishReason = Literal["stop", "length", "abort"]

@@ -35,7 +35,7 @@ from sfumato.tracking.run import Run
 if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.roles import Role
-    from sfumato.runtime.weight_sync.rescoring import Rescoring
+    from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go directly from process to process."""

@@ -10,12 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from sfumato.errors import WeightSyncError
 from sfumato.runtime.roles import Future
-from sfumato.runtime.weight_sync.sender import Sent
+
+if TYPE_CHECKING:
+    from sfumato.runtime.weight_sync.sender import Sent
 
 FACTOR = 3.0
 """What an engine may be away, in distances that rounding alone causes. SmolLM2-135M in vLLM is 0.8 to 1.9 away, with
@@ -35,17 +38,6 @@ it. A single matrix of many that keeps its old weights, too little for the dista
 QUANTILE = 0.95
 """Quantile of the distances of single tokens that is bounded beside their mean: a fault of some tokens alone, as of one
 expert, raises it first. The maximum is not bounded, which rounding alone makes several times as large."""
-
-
-@dataclass(frozen=True)
-class Rescoring:
-    """How a receiver that fuses or quantises its weights is verified."""
-
-    tokens: torch.Tensor | Sequence[Sequence[int]]
-    """int64 ``[N, T]``; or beginnings of texts, which the sampler's engine goes on from when it is connected: a model
-    is sure of what it draws itself, so that rounding moves those log-probs less than others."""
-    tolerance: float | None = None
-    """Largest difference between the log-probs of actor and sampler, in nats; None is measured, see ``FACTOR``."""
 
 
 @dataclass(frozen=True)

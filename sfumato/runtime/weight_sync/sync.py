@@ -12,7 +12,8 @@ import torch
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.runtime.roles import Future, Role
 from sfumato.runtime.weight_sync import receiver, sender
-from sfumato.runtime.weight_sync.rescoring import Rescored, Rescoring
+from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
+from sfumato.runtime.weight_sync.rescoring import Rescored
 from sfumato.runtime.weight_sync.sender import Handshake, Sent
 from sfumato.runtime.weight_sync.transports import Settings, sending_side
 

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig
 
 from sfumato.algorithms.device import to_device
 from sfumato.config.open_mappings import Keywords
-from sfumato.data.media.vision import Images, MultimodalInputs, Tensors, Vision
+from sfumato.data.media.document_media import Images, MultimodalInputs, Tensors
+from sfumato.data.media.vision import Vision
 from sfumato.models.language.document_rows import forget_lengths
 
 if TYPE_CHECKING:

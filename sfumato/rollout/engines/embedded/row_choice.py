@@ -10,13 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.media.vision import Images, Tensors
+from sfumato.data.media.document_media import Images, Tensors
 from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.probe_documents import with_images
 from sfumato.models.language.row_cache import cache_argument
-from sfumato.parallel.expert import has_experts
+from sfumato.parallel.expert_modules import has_experts
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.rows import (

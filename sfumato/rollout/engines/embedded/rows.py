@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from sfumato.data.media.vision import Images, MultimodalInputs, Tensors
+from sfumato.data.media.document_media import Images, MultimodalInputs, Tensors
 from sfumato.models.language.document_rows import SHORT, WORTH_PADDING
 from sfumato.models.language.row_cache import COLUMNS, RowCache, cache_argument, register_row_attention
 from sfumato.rollout.engines.embedded.forward import Forward

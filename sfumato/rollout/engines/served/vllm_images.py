@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sfumato.data.media.vision import ImageReader, Images
+from sfumato.data.media.document_media import Images
+from sfumato.data.media.vision import ImageReader
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.http_server import NOT_SENT
