@@ -54,6 +54,8 @@ SHOWN = {"reward": "reward/total", "eval": "eval/reward/total"}
 def main(config: ForwardRLConfig) -> None:
     mesh = main_mesh(config)
     with start_run(config, mesh, "rl_diffusion_forward") as run:
+        if run.report_if_complete():
+            return
         train_prompts = load_prompts(config.data, "train")
         eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
         check_prompts(train_prompts + eval_prompts, [reward.check_row for reward in config.reward.rewards])

@@ -81,6 +81,8 @@ def main(config: TextRLConfig) -> None:
         importlib.import_module("train_text").make_model(config.model)  # beside this file
     mesh = main_mesh(config)
     with start_run(config, mesh, "rl_text") as run:
+        if run.report_if_complete():
+            return
         template, train_prompts, eval_prompts = open_prompts(config, run.say)
         identity = identify_text_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
         builders = {

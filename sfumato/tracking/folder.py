@@ -236,6 +236,19 @@ class RunFolder:
         write_json(self.path / ENVIRONMENT, environment_file)
 
     @property
+    def is_complete(self) -> bool:
+        """Whether ``auto`` would go on with a run that has finished with this configuration and left its weights."""
+        standing = self.standing
+        return (
+            self.wanted == "auto"
+            and standing is not None
+            and standing.finished
+            and standing.total_steps == standing.newest == self._config.train.max_steps  # type: ignore[attr-defined]
+            and (self.path / "hf_ckpt").is_dir()
+            and not self.differences
+        )
+
+    @property
     def _is_own_checkpoint(self) -> bool:
         """Whether the checkpoint that the configuration names is of the run in the folder."""
         return self.standing is not None and self.standing.run_id == self.source_id

@@ -97,6 +97,19 @@ class Run:
         self._report_due = 0.0
         self._step_started = time.perf_counter()
 
+    def report_if_complete(self) -> bool:
+        """Says so if the folder holds this run, finished: nothing is loaded or started then. Every rank must call it.
+
+        A run without its exported weights is not complete: it goes on, and makes them again.
+        """
+        is_complete = self.mesh.first(self.folder is not None and self.folder.is_complete, among="world")
+        if is_complete:
+            self.say(
+                f"{self.output_dir} holds this run, finished, and its weights in {self.output_dir}/hf_ckpt: nothing is "
+                "left to do. A larger --train.max_steps goes on"
+            )
+        return is_complete
+
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:
         """Takes the folder for this run, and opens logs and progress. Before it, a start has written nothing.
 

@@ -124,6 +124,28 @@ def test_a_finished_run_that_is_given_again_with_auto_makes_the_same(finished: F
     assert not (finished.folder / "run.1").exists()
 
 
+def test_a_finished_run_of_rl_starts_no_roles_while_its_weights_are_there(
+    finished: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if finished.task != "rl_diffusion":
+        pytest.skip("a task without roles")
+    weights = weights_in(finished.output_dir / "hf_ckpt")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("roles were started")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("sfumato.runtime.launch.launch_roles", refuse)
+        before = contents(finished.output_dir)
+        finished.start("auto")
+        assert contents(finished.output_dir) == before
+        with pytest.raises(AssertionError, match="roles were started"):
+            finished.start("auto", train={"max_steps": STEPS + 1})
+    shutil.rmtree(finished.output_dir / "hf_ckpt")
+    finished.start("auto")
+    assert weights_in(finished.output_dir / "hf_ckpt") == weights
+
+
 def test_a_resume_with_other_data_is_refused_in_every_task(finished: Finished) -> None:
     field = "data.synthetic.num_rows was 200, is 201"
     if not finished.is_text:
