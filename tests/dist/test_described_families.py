@@ -33,8 +33,10 @@ ROWS = {
 }
 TOLERANCE = 2e-5
 KANDINSKY = ("kandinsky5", "kandinsky5_image", "kandinsky5_video", "kandinsky5_video_image")
-LOOSE = dict.fromkeys(KANDINSKY, 1e-3)
-"""Tolerances of families that round to bfloat16 between layers, where another last bit may become another value."""
+LOOSE = {**dict.fromkeys(KANDINSKY, 1e-3), "krea2": 1e-4}
+"""Tolerances of families that round to bfloat16 between layers, where another last bit may become another value, and of
+Krea 2, in whose first layers gradients are 1e-8: another last bit of the latents changes them by as much as 6e-5 of the
+largest in one process, and ranks by 1.4e-5 on the CPU on which it was measured."""
 NO_SEQUENCE = (
     "qwen_image21",
     *KANDINSKY,
