@@ -15,7 +15,7 @@ from sfumato.models.language import probe
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_model import COMPILED_MULTIPLE, row_multiple
 from sfumato.models.language.probe_documents import make_documents
-from sfumato.parallel import memory, parallelize
+from sfumato.parallel import memory
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -30,7 +30,7 @@ NUM_ROWS, PARTS = 6, 4
 def compiler(monkeypatch):
     """A fresh compiler that makes graphs but no machine code, and counts them."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
-    monkeypatch.setattr(parallelize, "apply_memory_savings", partial(memory.apply_memory_savings, backend="aot_eager"))
+    monkeypatch.setattr(memory, "apply_memory_savings", partial(memory.apply_memory_savings, backend="aot_eager"))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     return torch._dynamo.utils.counters["stats"]

@@ -16,7 +16,7 @@ from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.models.language.probe import Checks, make_documents, probe
-from sfumato.parallel import parallelize
+from sfumato.parallel import memory
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 
@@ -183,7 +183,7 @@ def test_the_numbers_of_the_run_are_those_without_a_probe() -> None:
 
 
 def test_passes_of_two_graphs_are_not_taken_for_a_leak(monkeypatch) -> None:
-    monkeypatch.setattr(parallelize, "apply_memory_savings", lambda *_, **__: None)
+    monkeypatch.setattr(memory, "apply_memory_savings", lambda *_, **__: None)
     monkeypatch.setattr(Checks, "_find_scatter", lambda *_: pytest.fail("both passes are of the same graph"))
     model, messages = look(TwoGraphs, compile=True, pad_to_multiple_of=1)
     assert len(model.plain.lengths) > 1 and not messages

@@ -13,7 +13,7 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
-from sfumato.parallel import parallelize
+from sfumato.parallel import memory
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion import trajectories
@@ -131,7 +131,7 @@ def test_compiled_graphs_may_differ_by_rounding_and_no_more(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: float, updates: int
 ) -> None:
     """The replay is the graph with gradients, which is off by a relative error; an actual compiler is not needed."""
-    monkeypatch.setattr(parallelize, "apply_memory_savings", lambda *_, **__: None)
+    monkeypatch.setattr(memory, "apply_memory_savings", lambda *_, **__: None)
     train = {"max_steps": 1, "compile": True, "global_batch_size": 16 // updates}
     task, config = load_task("rl_diffusion"), tiny_rl_config(tmp_path, train=train)
     replay, passes = trajectories.replay_trajectories, []
