@@ -105,9 +105,11 @@ class Run:
         is_complete = self.mesh.first(self.folder is not None and self.folder.is_complete, among="world")
         if is_complete:
             self.say(
-                f"{self.output_dir} holds this run, finished, and its weights in {self.output_dir}/hf_ckpt: nothing is "
-                "left to do. A larger --train.max_steps goes on"
+                f"{self.output_dir} holds this run, finished: nothing is left to do. A larger --train.max_steps goes on"
             )
+            self.say(f"trained weights: {self.output_dir / 'hf_ckpt'}   report: {self.output_dir / 'report.html'}")
+        if is_complete and self.folder is not None:
+            self.folder.say_next_steps(self.label, self._config["train"]["max_steps"])
         return is_complete
 
     def begin(self, total_steps: int, from_step: int, trackers: list[str]) -> None:

@@ -125,7 +125,7 @@ def test_a_finished_run_that_is_given_again_with_auto_makes_the_same(finished: F
 
 
 def test_a_finished_run_of_rl_starts_no_roles_while_its_weights_are_there(
-    finished: Finished, monkeypatch: pytest.MonkeyPatch
+    finished: Finished, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if finished.task != "rl_diffusion":
         pytest.skip("a task without roles")
@@ -137,8 +137,11 @@ def test_a_finished_run_of_rl_starts_no_roles_while_its_weights_are_there(
     with monkeypatch.context() as patched:
         patched.setattr("sfumato.runtime.launch.launch_roles", refuse)
         before = contents(finished.output_dir)
+        capsys.readouterr()
         finished.start("auto")
         assert contents(finished.output_dir) == before
+        said = capsys.readouterr().err
+        assert "nothing is left to do" in said and "sfumato sample " in said
         with pytest.raises(AssertionError, match="roles were started"):
             finished.start("auto", train={"max_steps": STEPS + 1})
     shutil.rmtree(finished.output_dir / "hf_ckpt")
