@@ -169,12 +169,7 @@ def check_config(
     else:
         findings.not_looked_at.append("the data")
     if isinstance(config, RLConfig):
-        programs = check_programs(config)
-        findings.not_looked_at += programs.not_looked_at
-        if device_gib is None:
-            findings.problems += programs.missing
-        else:  # the run is for another machine, which may have them
-            findings.notes += [f"not on this machine: {missing}" for missing in programs.missing]
+        _look_for_programs(findings, config, is_for_here=device_gib is None)
     try:
         check_trackers(config.train.trackers)
     except UserError as error:
@@ -203,6 +198,16 @@ def check_config(
     except UserError as error:
         findings.problems.append(str(error))
     return findings
+
+
+def _look_for_programs(findings: Findings, config: RLConfig, is_for_here: bool) -> None:
+    """What rewards need to be installed, which another machine may have."""
+    programs = check_programs(config)
+    findings.not_looked_at += programs.not_looked_at
+    if is_for_here:
+        findings.problems += programs.missing
+    else:
+        findings.notes += [f"not on this machine: {missing}" for missing in programs.missing]
 
 
 def _look_at_text_rl(findings: Findings, config: TextRLConfig, layout: Layout) -> None:

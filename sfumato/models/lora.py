@@ -109,8 +109,8 @@ def _add(module: nn.Module, adapter: PeftConfig, seed: int) -> None:
 def inject_adapter(module: nn.Module, adapter: PeftConfig, name: str) -> None:
     """Adds an adapter to a diffusers or transformers model, which trains that adapter alone from then on.
 
-    It does what ``add_adapter`` of transformers does. That method refuses every peft but the newest, for the sake of
-    files of adapters: transformers 5.24 wants a peft 0.22 that came out after it.
+    It does what ``add_adapter`` of transformers does, by the same function of peft. That method has a bound of its own
+    besides: in transformers 5.24 it refuses each peft before 0.22, though it calls nothing that these lack.
 
     Raises:
         ValueError: where peft cannot.

@@ -13,7 +13,8 @@ import torch
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.tracking.json_lines import JsonLines, read_jsonl, strict_json
-from sfumato.tracking.trackers import build_trackers
+from sfumato.tracking.services import SERVICES
+from sfumato.tracking.trackers import KNOWN_TRACKERS, WEBHOOK, build_trackers
 
 
 def write_steps(path, steps):
@@ -174,6 +175,11 @@ def test_tensorboard_refuses_images_of_another_layout(tmp_path):
         with pytest.raises(ValueError, match="eval"):
             tracker.log_images(1, "eval", images)
     tracker.close()
+
+
+def test_every_service_is_known_and_nothing_else():
+    """The names are written out where they are checked, since most runs load no service."""
+    assert set(KNOWN_TRACKERS) == {"tensorboard", *SERVICES, WEBHOOK}
 
 
 def test_unknown_and_doubled_trackers_are_refused_before_anything_is_made(tmp_path):

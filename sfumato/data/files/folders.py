@@ -24,7 +24,7 @@ OPENED = (".jsonl", ".parquet", ".arrow", ".tar")
 """Endings of files whose rows are read one by one, when they are asked for; other files are held in memory."""
 ENDINGS = [".jsonl", ".json", ".parquet", ".arrow", ".tar", ".csv", ".txt"]
 DATASET_INFO = "dataset_info.json"
-"""LLaMA-Factory's list of data sets, and the notes that datasets keeps beside its own files."""
+"""LLaMA-Factory's list of data sets; the library datasets gives a file of its own the same name."""
 NOT_DATA = {DATASET_INFO, "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that datasets writes beside the rows."""
 NOT_ROWS = re.compile(r"(readme|license|licence|notice)(\..*)?|\..*|.*\.(md|py|lock)", re.IGNORECASE)

@@ -196,8 +196,10 @@ def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows 
     def cached(cost: int) -> CachedRows | str:
         if not can_set_attention(module):
             return f"{name} has an attention of its own"
-        if "position_ids" not in forward.arguments or cache_argument(forward.arguments) is None:
+        if "position_ids" not in forward.arguments:
             return f"{name} takes no position_ids"
+        if cache_argument(forward.arguments) in (None, "cache_params"):  # the latter's is of states alone
+            return f"{name} takes no cache of keys and values"
         return CachedRows(forward, max_tokens, cost)
 
     def grouped(attention: str | None, gives_positions: bool) -> Callable[[int], GroupedRows | str]:
