@@ -108,14 +108,15 @@ class Policy:
 
 def swap_layers(patch: pytest.MonkeyPatch) -> None:
     """Two neighbouring layers of the files change places."""
-    write_file = WeightFiles._write_file
+    rename = WeightFiles._under_names_of_files
     other = {"layers.14.": "layers.15.", "layers.15.": "layers.14."}
 
-    def swapped(files: WeightFiles, held: dict[str, torch.Tensor], folder: Path, number: int) -> None:
-        names = {name: next((name.replace(a, b) for a, b in other.items() if a in name), name) for name in held}
-        write_file(files, {names[name]: tensor for name, tensor in held.items()}, folder, number)
+    def swapped(files: WeightFiles, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in rename(files, tensors):
+            layer = next((layer for layer in other if layer in name), "")
+            yield name.replace(layer, other.get(layer, "")), tensor
 
-    patch.setattr(WeightFiles, "_write_file", swapped)
+    patch.setattr(WeightFiles, "_under_names_of_files", swapped)
 
 
 def leave_adapters_out(patch: pytest.MonkeyPatch) -> None:

@@ -191,8 +191,10 @@ def test_vllm_with_other_weights_than_were_sent_ends_the_run(
         if version == 2:
             path = folder / "model-00001.safetensors"
             weights = load_file(path)
-            weights["model.layers.1.mlp.down_proj.weight"] *= -1
-            save_file(weights, path, metadata={"format": "pt"})
+            damaged = {name: tensor.clone() for name, tensor in weights.items()}
+            damaged["model.layers.1.mlp.down_proj.weight"] *= -1
+            path.unlink()  # a link to the memory of the run
+            save_file(damaged, path, metadata={"format": "pt", "version": str(version)})
         return folder
 
     monkeypatch.setattr(WeightFiles, "write", write_others)

@@ -215,7 +215,7 @@ class VllmSettings(ServedSettings):
                 has_adapter=bool(rank),
             )
         else:
-            calls = InProcessCalls(arguments, inherited, self.timeout_s, self.start_timeout_s)
+            calls = InProcessCalls(arguments, inherited, self.timeout_s, self.start_timeout_s, [files.folder])
         return VllmEngine(calls, files, model_path, self.sleep, reader)
 
     def check_installed(self) -> str:

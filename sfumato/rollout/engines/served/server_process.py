@@ -20,6 +20,7 @@ from sfumato.config.writing import open_to_append
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served import owner_process
+from sfumato.rollout.engines.served.server_folder import ServerFolder
 
 LOGGER = logging.getLogger(__name__)
 
@@ -51,21 +52,18 @@ class ProcessGroup:
 
     def __init__(self, pid: int) -> None:
         self.pid = pid
-        self._born = self._birth()
+        self._born = owner_process.birth_of(pid)
 
-    def _birth(self) -> str:
-        """When the process with this id has begun, in ticks of the machine's clock; empty if there is none."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text()
-        except (FileNotFoundError, ProcessLookupError):
-            return ""
-        return stat.rpartition(")")[2].split()[19]
+    def _is_there(self) -> bool:
+        """Whether the id may belong to the group, as long as one of it lives, and is not that of a later process."""
+        return owner_process.birth_of(self.pid) in ("", self._born)
 
     def kill(self) -> None:
         """Kills them, and waits until they have gone."""
+        if self._is_there():
+            owner_process.kill_session(self.pid)
         deadline = time.monotonic() + KILLED_S
-        # The id belongs to the group as long as one of it lives; a later process with this id began at another time.
-        while self._birth() in ("", self._born) and time.monotonic() < deadline:
+        while self._is_there() and time.monotonic() < deadline:
             try:
                 os.killpg(self.pid, signal.SIGKILL)
             except ProcessLookupError:
@@ -76,19 +74,36 @@ class ProcessGroup:
 class OwnerProcess:
     """A process of ``owner_process``, which owns a server, and the pipes to and from it."""
 
-    def __init__(self, command: Sequence[str], leftovers: Sequence[str], log: IO[bytes], environment: dict[str, str]):
-        """Starts the server, without waiting for it. ``log`` takes the output of both."""
+    def __init__(
+        self,
+        command: Sequence[str],
+        folder: ServerFolder,
+        leftovers: Sequence[str],
+        log: IO[bytes] | None,
+        environment: Mapping[str, str],
+    ) -> None:
+        """Starts the server, without waiting for it.
+
+        Args:
+            command: of the server; empty for an engine that this process starts itself.
+            folder: of the server.
+            leftovers: folders that are removed if this process dies.
+            log: takes the output of both; None: that of this process.
+            environment: variables of both.
+        """
         told, pipe = os.pipe()
+        lock = folder.lock.fileno()
+        arguments = [str(pipe), str(lock), str(folder.path), *leftovers]
         self._told = os.fdopen(told, "rb", buffering=0)  # so that ``select`` sees what was not read
         try:
             first = subprocess.Popen(
-                [sys.executable, owner_process.__file__, str(pipe), *leftovers, "--", *command],
+                [sys.executable, owner_process.__file__, *arguments, "--", *command],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=environment,
                 start_new_session=True,
-                pass_fds=[pipe],
+                pass_fds=[pipe, lock],
             )
         finally:
             # While this process has it open, too, ``_told`` would not end with the owner.
@@ -136,6 +151,7 @@ class ServerProcess:
         log: Path,
         start_timeout_s: float,
         leftovers: Sequence[Path] = (),
+        modules: Mapping[str, Path] | None = None,
     ) -> None:
         """Nothing is started yet.
 
@@ -146,6 +162,7 @@ class ServerProcess:
             log: file that its output is appended to.
             start_timeout_s: how long it may take to become ready.
             leftovers: folders of this process that are removed with the server if this process dies.
+            modules: Python files that the server can import, by the names of their modules.
         """
         self.name = name
         self.command = list(command)
@@ -153,7 +170,9 @@ class ServerProcess:
         self.start_timeout_s = start_timeout_s
         self.environment = dict(environment)
         self.leftovers = [str(folder.absolute()) for folder in leftovers]
+        self.modules = dict(modules or {})
         self._owner: OwnerProcess | None = None
+        self._folder: ServerFolder | None = None
         self._log_start = 0
 
     @property
@@ -188,8 +207,9 @@ class ServerProcess:
             ) from error
         with opened as log:
             self._log_start = log.tell()
-            environment = self.environment | dict(variables or {})
-            self._owner = OwnerProcess([*self.command, *arguments], self.leftovers, log, environment)
+            self._folder = ServerFolder(self.environment, self.modules)
+            environment = self._folder.environment_of(self.environment | dict(variables or {}))
+            self._owner = OwnerProcess([*self.command, *arguments], self._folder, self.leftovers, log, environment)
         started = told = time.monotonic()
         try:
             while not is_ready():
@@ -222,11 +242,13 @@ class ServerProcess:
         return "" if code is None else f"{self.name} ended with code {code}{self._tail()}"
 
     def stop(self) -> None:
-        """Ends the server with its children. A second call does nothing."""
-        owner = self._owner
-        self._owner = None
+        """Ends the server with its children, and removes what these left. A second call does nothing."""
+        owner, folder = self._owner, self._folder
+        self._owner = self._folder = None
         if owner is not None:
             owner.end()
+        if folder is not None:
+            folder.remove()
 
     def _tail(self) -> str:
         """The last lines of the log since this start, for a message; empty if there are none."""

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import logging
 import secrets
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -168,17 +166,14 @@ class ServerCalls:
         """
         self.model_path = model_path
         self._process = None
-        self._modules = None
         self.name = f"the vLLM server at {url}" if url else "the vLLM server"
         if command:
             url = LOOPBACK
-            self._modules = tempfile.TemporaryDirectory(prefix="sfumato-vllm-")
-            shutil.copy(WORKER_FILE, Path(self._modules.name) / f"{WORKER_MODULE}.py")
-            modules = {"PYTHONPATH": self._modules.name}
-            variables = {**inherited, **SERVER_ENVIRONMENT, **modules, **environment}
+            # The server has an environment of its own, which must not import from this one's paths.
+            variables = {**inherited, **SERVER_ENVIRONMENT, "PYTHONPATH": "", **environment}
             arguments = [*command, "--host", "127.0.0.1", *SERVER_ARGUMENTS]
-            leftovers = [*leftovers, Path(self._modules.name)]
-            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers)
+            modules = {WORKER_MODULE: WORKER_FILE}
+            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers, modules)
         self.http = HttpServer(
             self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
         )
@@ -334,8 +329,6 @@ class ServerCalls:
         if self._process is not None:
             self._process.stop()
         self.http.close()
-        if self._modules is not None:
-            self._modules.cleanup()
 
 
 def _model(adapter: str | None) -> dict[str, str]:

@@ -6,10 +6,12 @@ import argparse
 import asyncio
 import itertools
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal
 
 from sfumato.errors import ConfigError, MissingDependencyError
@@ -17,6 +19,8 @@ from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.engine import DrawnTokens
 from sfumato.rollout.engines.served.environment import inside
+from sfumato.rollout.engines.served.server_folder import ServerFolder
+from sfumato.rollout.engines.served.server_process import OwnerProcess
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
 
 EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
@@ -36,13 +40,19 @@ class InProcessCalls:
     name = "vLLM"
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], timeout_s: float, start_timeout_s: float
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        timeout_s: float,
+        start_timeout_s: float,
+        leftovers: Sequence[Path] = (),
     ) -> None:
         """Starts vLLM and waits until it is ready.
 
         Args:
             arguments: of ``vllm serve``, the model first; those of the engine alone.
             environment: variables that its processes start with.
+            leftovers: folders of this process that are removed with the engine if this process dies.
             timeout_s: longest that an answer may take; of completions, see ``CompletionDeadlines``.
             start_timeout_s: longest that the start may take.
 
@@ -69,6 +79,10 @@ class InProcessCalls:
         self._open: set[str] = set()
         """Names of open requests; changed by the event loop's thread alone."""
         self._llm: Any = None
+        self._leftovers = [str(folder.absolute()) for folder in leftovers]
+        self._folder: ServerFolder | None = None
+        self._owner: OwnerProcess | None = None
+        """vLLM's processes do not notice that this one is killed."""
         try:
             self._start()
         except BaseException:
@@ -86,7 +100,12 @@ class InProcessCalls:
             parsed = parser.parse_args(arguments)
         except (SystemExit, argparse.ArgumentError) as error:
             raise ConfigError(f"vLLM does not take its arguments {' '.join(arguments)} ({error})") from error
-        with inside(self._environment):
+        # This process must not take the engine's folder for its own temporary files.
+        tempfile.gettempdir()
+        self._folder = ServerFolder(self._environment)
+        self._owner = OwnerProcess([], self._folder, self._leftovers, None, self._environment)
+        temporary = self._folder.temporary_variables(self._environment)
+        with inside({**self._environment, **temporary, "VLLM_RPC_BASE_PATH": temporary["TMPDIR"]}):
             self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         self.max_length = int(self._llm.model_config.max_model_len)
 
@@ -200,10 +219,14 @@ class InProcessCalls:
         self._loop.call_soon_threadsafe(self._loop.stop)
 
     def _shut_down(self) -> None:
-        llm = self._llm
-        self._llm = None
+        llm, owner, folder = self._llm, self._owner, self._folder
+        self._llm = self._owner = self._folder = None
         if llm is not None:
             llm.shutdown()
+        if owner is not None:
+            owner.end()
+        if folder is not None:
+            folder.remove()
 
     async def _until_late(self, work: Coroutine[object, object, object]) -> Any:
         """Awaits a completion. Raises EngineError at its deadline."""
