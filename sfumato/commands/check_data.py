@@ -128,8 +128,11 @@ def check_text_data(
     findings = DataFindings([_look_at_text(*table, transform) for table in _list_tables(sources)])
     findings.notes = describe_text_data(data, sources, validation, transform, config.eval.num_rows)
     findings.validation = [_look_at_text(*table, transform) for table in _list_tables(validation)]
-    if not isinstance(config, TrainTextRewardConfig):
-        findings.answers = _describe_answer_end(adopt_answer_end(transform, tokenizer), tokenizer)
+    end = adopt_answer_end(transform, tokenizer)
+    if isinstance(config, TrainTextRewardConfig):
+        findings.notes += end.notes
+    else:
+        findings.answers = _describe_answer_end(end, tokenizer)
     global_batch = train.global_batch_size or train.micro_batch_size * layout.data
     per_sample = data.max_seq_len * transform.documents_per_sample
     findings.tokens_per_step = global_batch * per_sample

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
+from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.row_limit import RowLimit
 from sfumato.config.sections import EpochTrainConfig
@@ -72,6 +73,8 @@ class TextDataConfig(Section):
     chat_template: FilePath | None = None
     """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
     images); null takes the tokenizer's own."""
+    chat_template_options: Keywords = {}
+    """Values of variables of the chat template, such as `{enable_thinking: false}`; exports have them as defaults."""
     max_seq_len: int = Field(2048, ge=3)
     """Most tokens of a sample, and of a row under dynamic batching. Longer plain text is cut into several samples."""
     overlong: Literal["stop", "skip", "truncate"] = "stop"

@@ -34,7 +34,7 @@ class TextPromptDataConfig(Section):
     """A Jinja file, or by name `chatml`, `hermes` (ChatML that shows tools and calls of them) or `chatml_images` (with
     images); null takes the tokenizer's own; `none` leaves prompts as they are."""
     chat_template_options: Keywords = {}
-    """Variables of the chat template, such as `{enable_thinking: false}`."""
+    """Values of variables of the chat template, such as `{enable_thinking: false}`; exports have them as defaults."""
     system_prompt: str | None = Field(None, min_length=1)
     """First message of each conversation that does not begin with one of role system."""
     max_prompt_tokens: int = Field(1024, ge=1)
@@ -79,7 +79,4 @@ class TextPromptDataConfig(Section):
         if self.chat_template == PLAIN:
             why = "with data.chat_template none, which shows prompts as they are: remove one of them"
             refuse_needless(self, "data", ("chat_template_options", "system_prompt"), why)
-        taken = {"messages", "tools", "add_generation_prompt", "tokenize", "conversation", "chat_template"}
-        if wrong := sorted(taken & set(self.chat_template_options)):
-            raise ValueError(f"data.chat_template_options: {wrong[0]} is given by sfumato: remove it")
         return self

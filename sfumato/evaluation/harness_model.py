@@ -61,8 +61,11 @@ class HarnessModel(TemplateLM):
         return self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        chat = self.model.template.chat
+        assert chat is not None, "run_tasks refuses a model without a chat template"
         return self.tokenizer.apply_chat_template(
             chat_history,
+            chat_template=chat.text,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

@@ -15,6 +15,7 @@ from sfumato.checkpoint.state import load_trained
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.paths import find_model_folder
 from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextDataConfig
 from sfumato.config.text_rl import TextRLConfig, TextRLTrainConfig
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.files.row_table import FiledRow
@@ -398,7 +399,7 @@ def _load(
     if isinstance(config, TextRLConfig):
         template = build_text_template(config, model.tokenizer, reader)
         if options.chat_template is not None:
-            asked = _template(model, options.chat_template, options)
+            asked = _template(model, None, options)
             template = replace(asked, stop=template.stop, without_text=template.without_text)
         elif options.system_prompt is not None:
             template = replace(template, system_prompt=options.system_prompt)
@@ -413,7 +414,7 @@ def _load(
         )
         return TextModel(model, template, config.data.data_type, replaced_settings(settings, options), options.say)
     data_type = ImagePrompts() if reader is not None else Prompts()
-    template = _template(model, config.data.chat_template, options)
+    template = _template(model, config.data, options)
     template = replace(template, stop=tuple(config.eval.stop))
     stops = {"stop_token_ids": stop_tokens(template), "stop": template.stop}
     settings = settings or TextSettings(Sampling(0.0, **stops), config.eval.max_new_tokens, config.train.seed)
@@ -457,12 +458,14 @@ def generation_settings(folder: Path, template: PromptTemplate) -> TextSettings:
     )
 
 
-def _template(model: LanguageModel, chat_template: str | None, options: GenerationOptions) -> PromptTemplate:
-    """The template of prompts: the one asked for, the run's, the tokenizer's own, or none."""
-    chosen = options.chat_template or chat_template
+def _template(model: LanguageModel, data: TextDataConfig | None, options: GenerationOptions) -> PromptTemplate:
+    """The template of prompts: the one asked for, that of a run's ``data``, the tokenizer's own, or none."""
+    chosen = options.chat_template or (None if data is None else data.chat_template)
     if chosen is None and not model.tokenizer.chat_template:
         chosen = PLAIN
     fields: dict[str, object] = {"train_path": "-", "eval_path": "-", "chat_template": chosen}
+    if data is not None and options.chat_template is None:
+        fields["chat_template_options"] = data.chat_template_options
     if chosen != PLAIN:
         fields["system_prompt"] = options.system_prompt
     section = TextPromptDataConfig.model_validate(fields)

@@ -232,7 +232,6 @@ REFUSED = [
     ({"synthetic": {}, "data_type": "gsm8k"}, "data.data_type has no effect with data.synthetic"),
     ({"synthetic": {"turns": 2}}, "data.synthetic.turns must be 1"),
     ({"synthetic": {}, "chat_template": "none", "system_prompt": "x"}, "data.system_prompt has no effect with"),
-    ({"synthetic": {}, "chat_template_options": {"tools": []}}, "data.chat_template_options: tools is given by"),
     ({"synthetic": {}, "data_type": {"type": "gsm9k"}}, "unknown type 'gsm9k'"),
 ]
 

@@ -125,7 +125,7 @@ class OmniConversation(ImageConversation):
         """As ``TextFormat``; ``tokenizer`` is a ``DrawingReader``."""
         if not isinstance(tokenizer, DrawingReader):
             raise ConfigError("data.data_type omni_conversation is trained by tasks/train_omni.py")
-        template = build_chat_template(config.chat_template, tokenizer.tokenizer)
+        template = build_chat_template(config.chat_template, tokenizer.tokenizer, config.chat_template_options)
         texts = [template.text, template.tool_text, tokenizer.fingerprint]
         keys = config.text_keys or ["messages", "conversations"]
         fingerprint = fingerprint_of(config, tokenizer.tokenizer, texts)

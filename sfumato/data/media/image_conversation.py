@@ -43,7 +43,7 @@ class ImageConversation(ImageLimits, TextFormat):
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: ImageReader = tokenizer
-        template = build_chat_template(config.chat_template, reader.tokenizer)
+        template = build_chat_template(config.chat_template, reader.tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         keys = config.text_keys or CONVERSATION_KEYS
         transform = ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)

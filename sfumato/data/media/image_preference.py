@@ -35,7 +35,7 @@ class ImagePreference(ImageConversation):
                 f"data.text_keys of {self.type} data must be two columns (better and worse conversation) or three "
                 f"(prompt, better and worse answer), not {keys}"
             )
-        template = build_chat_template(config.chat_template, reader.tokenizer)
+        template = build_chat_template(config.chat_template, reader.tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         transform = ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
         return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from sfumato.config.open_mappings import JsonObject
+from sfumato.config.open_mappings import JsonObject, Keywords
 from sfumato.data.files.rows import read_text
 from sfumato.data.text.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_end
 from sfumato.data.text.chat_date import with_date
@@ -63,7 +63,9 @@ class ChatTemplate:
     to and with the token that ends the turn, which is appended where the template writes none.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, text: str, tool_text: str, name: str) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, text: str, tool_text: str, name: str, options: Keywords | None = None
+    ) -> None:
         """Finds out how answers end, by rendering test conversations.
 
         Args:
@@ -71,14 +73,20 @@ class ChatTemplate:
             text: the Jinja source.
             tool_text: the source for conversations with tools, often the same.
             name: of the template, for messages.
+            options: values of variables of the template.
 
         Raises:
             ConfigError: when generation blocks leave out the token that ends an answer, or the template writes today's
-                date in a form that cannot be fixed.
+                date in a form that cannot be fixed, or as ``with_options``.
         """
         self.tokenizer = tokenizer
         self.name = name
-        self._source = text
+        self.options = dict(options or {})
+        if self.options:
+            from sfumato.data.text.template_options import with_options
+
+            text, tool_text = with_options([text, tool_text], self.options, tokenizer)
+        self._sources = {"default": text, "tool_use": tool_text}
         facts = facts_of(tokenizer)
         date = facts.date or datetime.date.today()
         self.text, self.tool_text = (with_date(template_text, name, date) for template_text in (text, tool_text))
@@ -89,11 +97,10 @@ class ChatTemplate:
         self._special = re.compile("|".join(map(re.escape, specials)) if specials else r"(?!)")
         self._special_ids = np.array(sorted(cast(list[int], tokenizer.convert_tokens_to_ids(specials))), dtype=np.int64)
         end = measure_answer_end(tokenizer, self._render_whole)
+        notes = [f"the chat template is rendered with {key} {value!r}" for key, value in self.options.items()]
         if self.text != text:
-            end = replace(
-                end, notes=(*end.notes, f"the chat template writes the date of the run's first start, {date}")
-            )
-        self.answer_end = end
+            notes.append(f"the chat template writes the date of the run's first start, {date}")
+        self.answer_end = replace(end, notes=(*end.notes, *notes))
         """How answers end."""
         facts.fingerprint = self.answer_end.fingerprint(facts.appends_end)
         self._stops = [token.text for token in self.answer_end.tokens]
@@ -104,8 +111,11 @@ class ChatTemplate:
     def adopt(self) -> None:
         """Makes this template the tokenizer's own, so that exports carry the template that was trained with."""
         facts_of(self.tokenizer).answer_end = self.answer_end
-        if self.name != OWN:
-            self.tokenizer.chat_template = self._source
+        current = self.tokenizer.chat_template
+        if self.name == OWN and isinstance(current, dict):  # several templates by name, as transformers calls them
+            self.tokenizer.chat_template = {key: self._sources.get(key, text) for key, text in current.items()}
+        else:
+            self.tokenizer.chat_template = self._sources["default"]
 
     def encode(
         self, messages: list[Message], where: str, tools: Sequence[Mapping[str, object]] | None = None
@@ -160,7 +170,6 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         *,
         prompt: bool = True,
-        options: Mapping[str, Any] | None = None,
     ) -> str:
         """Renders a conversation as for inference.
 
@@ -169,12 +178,11 @@ class ChatTemplate:
             where: file and row, for messages.
             tools: JSON schemas, for templates that show them to the model.
             prompt: whether to add the beginning of an answer.
-            options: variables of the template, such as ``enable_thinking``.
 
         Raises:
             DataError: when the template refuses a message or leaves it out; names ``where`` and the message.
         """
-        chat = _Chat(self, messages, tools, where, options)
+        chat = _Chat(self, messages, tools, where)
         text = chat.render(len(messages), prompt)
         chat.check_shown(text, {})
         return text
@@ -286,14 +294,12 @@ class _Chat:
         messages: list[Message],
         tools: Sequence[Mapping[str, object]] | None,
         where: str,
-        options: Mapping[str, Any] | None = None,
     ) -> None:
         self.owner = owner
         self.tools = tools
         self.where = where
         has_calls = any(message.get("tool_calls") for message in messages)
         self.messages = with_text_arguments(messages) if has_calls and owner.joins_arguments else messages
-        self.options = options or {}
         self.template = owner.tool_text if tools else owner.text
 
     def marked(self, count: int | None = None) -> tuple[str, list[Span]]:
@@ -376,6 +382,7 @@ class _Chat:
                 raise self._error(
                     index,
                     "the chat template does not begin the answer as it does at inference"
+                    + (f" with data.chat_template_options {self.owner.options}" if self.owner.options else "")
                     + (", where the prompt opens <think>, which is not shown here" if opens else "")
                     + ", so that its tokens cannot be told apart; "
                     + ("give the answer thoughts (reasoning_content), or " if opens else "")
@@ -414,7 +421,6 @@ class _Chat:
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **self.options,
             )
         return cast(str, text)
 
@@ -465,15 +471,19 @@ class _Chat:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
 
 
-def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerBase) -> ChatTemplate:
+def build_chat_template(
+    name: str | None, tokenizer: PreTrainedTokenizerBase, options: Keywords | None = None
+) -> ChatTemplate:
     """Builds the chat template of a configuration.
 
     Args:
         name: of a template of sfumato, a Jinja file, or None for the tokenizer's own.
         tokenizer: a fast tokenizer.
+        options: values of variables of the template, such as ``enable_thinking``.
 
     Raises:
-        ConfigError: when there is no such template, it is no valid Jinja, or it does not fit the tokenizer.
+        ConfigError: when there is no such template, it is no valid Jinja, or it does not fit the tokenizer or the
+            options.
     """
     check_fast(tokenizer)
     if name is None:
@@ -495,7 +505,8 @@ def build_chat_template(name: str | None, tokenizer: PreTrainedTokenizerBase) ->
         raise ConfigError(f"data.chat_template {name} needs the tokens {' and '.join(missing)} in the tokenizer")
     for text in texts:
         _check_syntax(text, name or OWN)
-    return ChatTemplate(tokenizer, *texts, name or OWN)  # pyright: ignore[reportCallIssue]  # two texts
+    text, tool_text = cast(list[str], texts)
+    return ChatTemplate(tokenizer, text, tool_text, name or OWN, options)
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -168,7 +168,14 @@ def build_transform(
     stay_in_one_thread()
     if config.data_type.has_images and reader is None:
         raise ConfigError(f"data.data_type {config.data_type.type} needs a model that sees images")
-    return config.data_type.transform(config, reader if config.data_type.has_images else tokenizer)
+    transform = config.data_type.transform(config, reader if config.data_type.has_images else tokenizer)
+    if config.chat_template_options != getattr(getattr(transform, "template", None), "options", {}):
+        raise ConfigError(
+            f"data.chat_template_options: the format {config.data_type.type} does not give them to its chat template: "
+            "remove them, or let its transform have a template of build_chat_template(config.chat_template, tokenizer, "
+            "config.chat_template_options)"
+        )
+    return transform
 
 
 def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, templates: list[str]) -> str:

@@ -66,7 +66,7 @@ class PlainText(TextFormat):
 
     type: ClassVar[str] = "plaintext"
     has_answers: ClassVar[bool] = False
-    ignores: ClassVar[tuple[str, ...]] = ("chat_template", "overlong")
+    ignores: ClassVar[tuple[str, ...]] = ("chat_template", "chat_template_options", "overlong")
 
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
         if tokenizer.eos_token_id is None:
@@ -82,7 +82,7 @@ class Conversation(TextFormat):
     type: ClassVar[str] = "conversation"
 
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
-        template = build_chat_template(config.chat_template, tokenizer)
+        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         keys = config.text_keys or CONVERSATION_KEYS
         return ConversationTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
@@ -102,7 +102,7 @@ class Preference(TextFormat):
                 "data.text_keys of preference data must be two columns (better and worse conversation) or three "
                 f"(prompt, better and worse answer), not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer)
+        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
@@ -122,7 +122,7 @@ class PreferenceMargin(TextFormat):
                 "data.text_keys of preference_margin data must be three columns (better and worse conversation, margin)"
                 f" or four (prompt, better and worse answer, margin), not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer)
+        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         return MarginTransform(template, keys[:-1], config.max_seq_len, config.overlong, fingerprint, keys[-1])
 
@@ -141,7 +141,7 @@ class Unpaired(TextFormat):
             raise ConfigError(
                 f"data.text_keys of unpaired data must be three columns (prompt, answer, label), not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer)
+        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         return UnpairedTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
@@ -162,7 +162,7 @@ class Process(TextFormat):
             raise ConfigError(
                 f"data.text_keys of process data must be the columns of prompt, steps and labels, not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer)
+        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
         settings = (config.max_seq_len, config.overlong, fingerprint)
         return ProcessTransform(template, keys, *settings, separator=SEPARATORS[self.steps_by])

@@ -314,8 +314,8 @@ def open_text_data(
     pad_token_id = cast(int, tokenizer.pad_token_id)
     facts_of(tokenizer).date = run_date(train)
     transform = build_transform(data, tokenizer, None if sight is None else sight.vision.reader)
-    ends = adopt_answer_end(transform, tokenizer).describe()
-    for line in ends if facts_of(tokenizer).appends_end else []:  # a reward model generates no answers
+    end = adopt_answer_end(transform, tokenizer)
+    for line in end.describe() if facts_of(tokenizer).appends_end else end.notes:  # a reward model generates no answers
         say(line)
     sources = open_sources_once(data, mesh)
     held_out = open_validation(data)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, cast
 
 from sfumato.config.characters import whole_characters
-from sfumato.config.open_mappings import JsonObject, Keywords
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.text.answer_end import AnswerEnd, plain_answer_end
 from sfumato.data.text.chat import (
@@ -40,8 +40,6 @@ class PromptTemplate:
     tokenizer: PreTrainedTokenizerBase
     chat: ChatTemplate | None = None
     """None leaves prompts unchanged."""
-    options: Keywords = field(default_factory=dict)
-    """Variables of the chat template."""
     system_prompt: str | None = None
     """Content of a system message in front of conversations that do not begin with one."""
     reader: ImageReader | None = None
@@ -95,7 +93,7 @@ class PromptTemplate:
     def render(self, messages: list[Message], where: str, tools: Tools | None = None, prompt: bool = True) -> str:
         """The text of a conversation. ``prompt`` adds the beginning of an answer. Raises as ``ChatTemplate.render``."""
         assert self.chat is not None, "there is no chat template"
-        return self.chat.render(messages, where, tools, prompt=prompt, options=self.options)
+        return self.chat.render(messages, where, tools, prompt=prompt)
 
     def encode(self, texts: Sequence[str], is_beginning: bool = True) -> list[list[int]]:
         """Encodes rendered texts, or plain prompts.
@@ -156,8 +154,8 @@ def build_prompt_template(
             f"the tokenizer has no chat template: set data.chat_template to {', '.join(template_names())} or a Jinja "
             "file, or to none, which leaves prompts as they are"
         )
-    chat = build_chat_template(config.chat_template, tokenizer)
-    return PromptTemplate(tokenizer, chat, dict(config.chat_template_options), config.system_prompt, reader)
+    chat = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
+    return PromptTemplate(tokenizer, chat, config.system_prompt, reader)
 
 
 def check_prompt(messages: list[Message], where: str, has_parts: bool = False) -> None:
