@@ -460,6 +460,32 @@ def test_masks_are_those_of_one_process(ranks):
         assert max(differences.values()) < 2e-6, differences
 
 
+class SeesPadding(PaddedAttention):
+    """Here padding sees padding, so that its masks are products only where there is none."""
+
+    @staticmethod
+    def attend(module: Any, x: torch.Tensor) -> torch.Tensor:
+        mask = module.is_read[:, None, :, None] == module.is_read[:, None, None]
+        return functional.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+
+
+def test_a_later_mask_that_is_no_product_is_refused(ranks):
+    for error in ranks.run(2, later_mask):
+        assert "blocks.0.mixer has an attn_mask" in error and "is not 1 where queries and keys are no padding" in error
+
+
+def later_mask() -> str:
+    module = PaddedToy(SeesPadding())
+    apply_sequence_parallel(module, make_mesh(**{U: 1, R: 2})[0], MASKED)
+    x, is_read = seeded(2, 7, 4, seed=1), torch.ones(2, 7, dtype=torch.bool)
+    for _ in range(2):
+        module(x, is_read=is_read)
+    is_read[1, [3, 6]] = False  # some of each rank
+    with pytest.raises(ConfigError) as error:
+        module(x, is_read=is_read)
+    return str(error.value)
+
+
 def test_a_ring_takes_no_whole_masks(ranks):
     (error, _) = ranks.run(2, ring_with_whole_masks)
     assert "masks that differ from query to query, unknown to a ring" in error
