@@ -12,7 +12,7 @@ LAUNCH := PYTHON=$(BIN)/python bash train.sh
 # The OCR program is no Python package: it is installed where that needs no password.
 TESSERACT := { [ "$$(id -u)" = 0 ] && apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq tesseract-ocr; }
 
-.PHONY: setup quickstart test tests quick-test slow-test newest-test same docs lint style types format clean
+.PHONY: setup quickstart test tests exact-tests quick-test slow-test newest-test same docs lint style types format clean
 
 setup: $(VENV)/.installed
 
@@ -46,13 +46,16 @@ PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # One more than there are cores: some tests wait for processes that they start.
 WORKERS := $(shell $(PYTHON) -c "import os; print(getattr(os, 'process_cpu_count', os.cpu_count)() + 1)")
 
-# The type checker takes one core for two minutes, which the tests would not fill alone at their start.
+# The type checker and then one process of tests run beside the workers, which do not fill the cores alone.
 test: setup style
-	$(MAKE) --jobs 2 --no-print-directory types tests
+	$(MAKE) --jobs 2 --no-print-directory exact-tests tests
 
 tests: setup
 	$(PYTEST) -n $(WORKERS) --no-loadscope-reorder
-	MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -n auto -m "exact and not slow" $(EXACT_TESTS)
+
+# Bits that must be equal, with the kernels of CPUs that have no AVX-512.
+exact-tests: types
+	MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -m "exact and not slow" $(EXACT_TESTS)
 
 quick-test: setup
 	$(PYTEST) -n auto --quick tests/unit tests/golden

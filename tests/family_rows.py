@@ -30,7 +30,6 @@ TELLING = (
     "test_images_equal_those_of_the_diffusers_pipeline",
     "test_a_loss_and_its_gradients_are_those_of_the_plain_loop",
     "test_a_saved_pipeline_loads_again_with_the_same_velocity",
-    "test_adapters_train_and_diffusers_loads_them",
     "test_the_training_shift_is_that_of_the_schedule",
 )
 """Tests that would show most mistakes of a family's own file."""

@@ -33,6 +33,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
+from tests.shipped_configs import files_with
 from tests.tiny import (
     ROOT,
     load_task,
@@ -47,7 +48,7 @@ from tests.tiny import (
 from tests.tiny_families import tiny_flux_kontext, tiny_wan
 from tests.unit.test_flops import KINDS
 
-CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if "train" in read_yaml(path)]
+CONFIGS = files_with("train")
 
 
 def text_config(

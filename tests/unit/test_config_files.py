@@ -26,6 +26,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.tracking.run import Run
 from tests import tiny_families
+from tests.shipped_configs import FILES, files_with
 from tests.tiny import (
     run_task_here,
     tiny_dit_config,
@@ -41,14 +42,6 @@ from tests.tiny_videos import write_videos
 from tests.tiny_vision import tiny_sound_config, tiny_vision_config
 
 ROOT = Path(__file__).parents[2]
-
-
-FILES = sorted((ROOT / "configs").rglob("*.yaml"))
-KEYS = {path: read_yaml(path).keys() for path in FILES}
-
-
-def files_with(key):
-    return [path for path in FILES if key in KEYS[path]]
 
 
 TASKS = files_with("train")

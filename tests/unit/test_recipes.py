@@ -76,10 +76,13 @@ def quick_cells() -> set[tuple[str, str]]:
 def cells() -> Iterator[Any]:
     """All cells as parameters of a test, family by family."""
     quick = quick_cells()
+    replayed_families = set()
     for family in ROWS:
         for recipe in DIFFUSION_RECIPES:
             marks = [] if (family, recipe) in quick else [pytest.mark.slow]
-            if kind_of(recipe) == "trajectories":  # what is replayed, on both kinds of kernels
+            # what is replayed, on both kinds of kernels: which operations these compute depends on the family alone
+            if not marks and kind_of(recipe) == "trajectories" and family not in replayed_families:
+                replayed_families.add(family)
                 marks.append(pytest.mark.exact)
             yield pytest.param(family, recipe, marks=marks, id=f"{family}-{recipe}")
 
