@@ -77,7 +77,8 @@ class Sample:
     text: str | None = None
     """What a language model answered; None for an image."""
     sound: Waveform | None = None
-    """The sound, int16 ``[channels, N]`` with its sampling rate, alone or of a video; None where there is none."""
+    """The sound, int16 ``[channels, N]`` with its sampling rate, alone or of a video; None without, and on a reward
+    server."""
     frame_rate: float = 0.0
     """Frames per second of a video with sound; 0 for all other samples."""
     messages: list[JsonObject] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from sfumato.rewards.base import Reward
 
@@ -19,10 +19,13 @@ class DifferentiableReward(Reward):
 
     Both give the same value but for the rounding of pixels to 256 levels, which has no gradient.
 
-    A subclass whose value depends on the prompt sets ``reads_prompt``.
+    A subclass whose value depends on the prompt says so by ``reads_prompt``.
     """
 
-    reads_prompt: ClassVar[bool] = False
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the value depends on the prompt."""
+        return False
 
     @abstractmethod
     def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:

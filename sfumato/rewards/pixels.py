@@ -126,6 +126,11 @@ class Colour(_WordReward, DifferentiableReward):
     colour: str = ""
     """Name of the colour, such as red; empty: the first name of a colour in the prompt."""
 
+    @property
+    def reads_prompt(self) -> bool:
+        """See ``DifferentiableReward``."""
+        return not self.colour
+
     def score(self, samples: list[Sample]) -> list[float]:
         """``1 - mean(distance to the colour) / (255 √3)`` for each image. Raises DataError as ``check_row`` does."""
         targets = [COLOURS[self._pick_word(sample.prompt)] for sample in samples]

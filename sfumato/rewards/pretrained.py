@@ -115,9 +115,12 @@ class _PixelNetworkReward(PretrainedReward, DifferentiableReward):
 class _ClipReward(_PixelNetworkReward):
     """Base of rewards that are a function of the cosine between image and prompt."""
 
-    reads_prompt: ClassVar[bool] = True
-
     loader: ClassVar[str] = "sfumato.rewards.networks.embedder:load_clip"
+
+    @property
+    def reads_prompt(self) -> bool:
+        """See ``DifferentiableReward``."""
+        return True
 
     def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
         """Cosine of each image with its prompt, [B]."""
@@ -203,8 +206,12 @@ class ImageReward(_PixelNetworkReward):
     """
 
     type: ClassVar[str] = "image_reward"
-    reads_prompt: ClassVar[bool] = True
     loader: ClassVar[str] = "sfumato.rewards.networks.image_reward:load_image_reward"
+
+    @property
+    def reads_prompt(self) -> bool:
+        """See ``DifferentiableReward``."""
+        return True
 
     def score_batch(self, network: ImageRewardNetwork, samples: list[Sample]) -> torch.Tensor:
         """``(head(features) - 0.1672) / 1.0333`` for each sample, [B]."""

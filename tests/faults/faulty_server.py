@@ -46,7 +46,7 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(str(SEEN[name]).encode())
         else:
             served = {"brightness": {"groupwise": False, "fingerprint": "equal"}}
-            self.answer(msgpack.packb({"version": 1, "rewards": served, "max_batch_size": 4, "max_request_mib": 64}))
+            self.answer(msgpack.packb({"version": 2, "rewards": served, "max_batch_size": 4, "max_request_mib": 64}))
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def scores(self, values: Any, failures: Any = None, **more: Any) -> None:
         failures = [None] * len(self.samples) if failures is None else failures
-        self.answer(msgpack.packb({"version": 1, "values": values, "failures": failures, **more}))
+        self.answer(msgpack.packb({"version": 2, "values": values, "failures": failures, **more}))
 
     def fine(self) -> None:
         self.scores(self.right)
@@ -195,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
         self.scores(self.right, extra=1)
 
     def newer(self) -> None:
-        self.answer(msgpack.packb({"version": 2}))
+        self.answer(msgpack.packb({"version": 3}))
 
     def deep(self) -> None:
         self.answer(b"\x91" * 100_000)

@@ -95,7 +95,7 @@ def test_the_pause_that_a_busy_server_asks_for_is_kept(faulty):
         ("truths", "bad answer", "values.0: Input should be a valid number", 3),
         ("one", "bad answer", "values: Input should be a valid list", 3),
         ("more", "bad answer", "extra: Extra inputs are not permitted", 3),
-        ("newer", "bad answer", "version 2 of the protocol, not 1", 3),
+        ("newer", "bad answer", "version 3 of the protocol, not 2", 3),
         ("deep", "bad answer", "not msgpack", 3),
         ("huge_array", "bad answer", "not msgpack", 3),
         ("pickled", "bad answer", "not msgpack", 3),

@@ -152,7 +152,7 @@ def post(server, body, path="/score", method="POST", **headers):
 
 def request_of(**changes):
     sample = wire.encode_sample(noise_samples(1)[0])
-    return msgpack.packb({"version": 1, "reward": "brightness", "samples": [{**sample, **changes}]})
+    return msgpack.packb({"version": 2, "reward": "brightness", "samples": [{**sample, **changes}]})
 
 
 def png(width, height, mode=2, depth=8):
@@ -167,13 +167,13 @@ def png(width, height, mode=2, depth=8):
     [
         (b"hello", 400, "not msgpack"),
         (b"", 400, "not msgpack"),
-        (pickle.dumps({"version": 1}), 400, "not msgpack"),
+        (pickle.dumps({"version": 2}), 400, "not msgpack"),
         (msgpack.packb([1, 2]), 400, "Input should be a valid dictionary"),
-        (msgpack.packb({"version": 3}), 400, "version 3 of the protocol, not 1"),
-        (msgpack.packb({"version": 1, "reward": "brightness", "samples": []}), 400, "at least 1 item"),
-        (msgpack.packb({"version": 1, "reward": "brightness", "samples": [{}]}), 400,
+        (msgpack.packb({"version": 3}), 400, "version 3 of the protocol, not 2"),
+        (msgpack.packb({"version": 2, "reward": "brightness", "samples": []}), 400, "at least 1 item"),
+        (msgpack.packb({"version": 2, "reward": "brightness", "samples": [{}]}), 400,
          "samples.0.image: Field required"),
-        (msgpack.packb({"version": 1, "reward": "ocr", "samples": [msgpack.unpackb(request_of())["samples"][0]]}), 404,
+        (msgpack.packb({"version": 2, "reward": "ocr", "samples": [msgpack.unpackb(request_of())["samples"][0]]}), 404,
          "no reward 'ocr' here; served are: brightness, everything, rank, moody"),
         (request_of(group_id="1"), 400, "samples.0.group_id: Input should be a valid integer"),
         (request_of(image=b"GIF89a"), 400, "samples.0: no readable PNG"),

@@ -24,8 +24,8 @@ from tests.reward_servers import noise_samples, start_server
 
 KEY = "the key of the load test"
 SECONDS, LIMIT_S = 8.0, 2.0
-MAPS = b"\x83\xa7version\x01\xa6reward\xaabrightness\xa7samples\xdd\x00\x00\xff\xff" + b"\x81\xa1a\xc0" * 2**20
-NILS = b"\x83\xa7version\x01\xa6reward\xaabrightness\xa7samples\xdd\x00\x00\xff\xff" + b"\xc0" * 2**22
+MAPS = b"\x83\xa7version\x02\xa6reward\xaabrightness\xa7samples\xdd\x00\x00\xff\xff" + b"\x81\xa1a\xc0" * 2**20
+NILS = b"\x83\xa7version\x02\xa6reward\xaabrightness\xa7samples\xdd\x00\x00\xff\xff" + b"\xc0" * 2**22
 
 
 def head(port: int, path: str, kind: str, length: int, key: str = "") -> bytes:

@@ -14,6 +14,7 @@ import pytest
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.one_reward import ScoreCache, digest
 from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.tracking.waveforms import Waveform
 
 CALLS: list[list[str]] = []
 
@@ -46,6 +47,16 @@ def _forget():
     CALLS.clear()
 
 
+class Files:
+    """Images of a prompt."""
+
+    def __init__(self, *files):
+        self.files = files
+
+    def find(self):
+        return self.files
+
+
 def sample(level, prompt="p", group_id=0, **fields):
     return Sample(image=np.full((4, 4, 3), level, np.uint8), prompt=prompt, group_id=group_id, **fields)
 
@@ -62,7 +73,19 @@ def test_everything_that_a_reward_sees_counts_and_the_group_number_does_not():
         dataclasses.replace(base, metadata={"target": "x", "n": [1.0]}),
         dataclasses.replace(base, metadata={"target": "x"}),
         dataclasses.replace(base, image=None, text="p"),
+        dataclasses.replace(base, image=None, text="p", num_tokens=3),
+        dataclasses.replace(base, image=None, text="p", is_truncated=True),
+        dataclasses.replace(base, image=None, text="p", messages=[{"role": "user", "content": "p"}]),
+        dataclasses.replace(base, image=None, sound=Waveform(np.zeros((1, 8), np.int16), 4)),
+        dataclasses.replace(base, image=None, sound=Waveform(np.zeros((1, 8), np.int16), 8)),
+        dataclasses.replace(base, sound=Waveform(np.zeros((1, 8), np.int16), 4), frame_rate=2.0),
+        dataclasses.replace(base, sound=Waveform(np.zeros((1, 8), np.int16), 4), frame_rate=4.0),
+        dataclasses.replace(base, images=Files(b"a")),
+        dataclasses.replace(base, images=Files(b"b")),
     ]
+    changed = {name for other in others for name, value in vars(other).items() if value is not getattr(base, name)}
+    fields = {field.name for field in dataclasses.fields(Sample)}
+    assert changed == fields - {"group_id", "damage", "scores"}, "a field of a sample that is new here"
     digests = [digest([each]) for each in [base, *others]]
     assert len(set(digests)) == len(digests) and all(len(each) == 16 for each in digests)
     assert digest([dataclasses.replace(base, group_id=5, image=base.image.copy())]) == digests[0]

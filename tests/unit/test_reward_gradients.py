@@ -91,7 +91,10 @@ class Light(DifferentiableReward):
 
     type: ClassVar[str] = "light"
     modality: ClassVar[str] = "image"
-    reads_prompt: ClassVar[bool] = True
+
+    @property
+    def reads_prompt(self) -> bool:
+        return True
 
     def score(self, samples: list[Sample]) -> list[float]:
         pixels = np.stack([sample.pixels for sample in samples]).astype(np.float32).transpose(0, 3, 1, 2) / 255

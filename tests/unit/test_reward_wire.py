@@ -13,7 +13,7 @@ import pytest
 
 from sfumato.config.load import load_config
 from sfumato.errors import ConfigError, DataError
-from sfumato.rewards.base import Failure, Reward
+from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.http import wire
 from sfumato.rewards.pixels import Brightness
 from sfumato.rewards.remote import RemoteReward
@@ -28,7 +28,14 @@ def test_samples_arrive_as_they_were_sent():
     video, source = np.stack([each.image for each in noise_samples(5, size=6)]), noise_samples(1, size=4)[0].image
     sent = [
         dataclasses.replace(noise_samples(1)[0], image=video, source=source),
-        dataclasses.replace(noise_samples(1)[0], image=None, text="an answer"),
+        dataclasses.replace(
+            noise_samples(1)[0],
+            image=None,
+            text="an answer",
+            messages=[{"role": "user", "content": "é"}, {"role": "assistant", "content": [{"type": "text"}]}],
+            num_tokens=7,
+            is_truncated=True,
+        ),
         *noise_samples(3, group_size=2, size=5),
         dataclasses.replace(
             noise_samples(1)[0], metadata={"big": 10**30, "none": None, "number": 0.1, "é": ["\u2028"]}
@@ -40,8 +47,14 @@ def test_samples_arrive_as_they_were_sent():
         for name in ("image", "source"):
             then, now = getattr(before, name), getattr(after, name)
             assert now is None if then is None else now.dtype == np.uint8 and np.array_equal(now, then)
-        for name in ("prompt", "metadata", "group_id", "text"):
+        for name in SENT:
             assert getattr(after, name) == getattr(before, name)
+    fields = {field.name for field in dataclasses.fields(Sample)}
+    # the server opens no files of a prompt and hears no sound; the others are not for rewards
+    assert fields == {*SENT, "image", "source"} | {"images", "sound", "frame_rate", "damage", "scores"}
+
+
+SENT = ("prompt", "metadata", "group_id", "text", "messages", "num_tokens", "is_truncated")
 
 
 def test_values_arrive_to_the_last_bit_and_failures_with_their_reason():
@@ -187,6 +200,6 @@ def test_messages_hold_plain_types_only():
             return all(isinstance(key, str) and plain(each) for key, each in value.items())
         if isinstance(value, list):
             return all(map(plain, value))
-        return value is None or type(value) in (str, bytes, int, float)
+        return value is None or type(value) in (str, bytes, int, float, bool)
 
     assert plain(msgpack.unpackb(request)) and plain(msgpack.unpackb(answer))

@@ -237,22 +237,24 @@ def sample(**changes):
 
 
 def request_of(*samples):
-    return msgpack.packb({"version": 1, "reward": "r", "samples": list(samples)})
+    return msgpack.packb({"version": 2, "reward": "r", "samples": list(samples)})
 
 
 HOSTILE = {
-    "small maps": b"\x83\xa7version\x01\xa6reward\xa1r\xa7samples\xdd\x00\x05\x55\x55" + b"\x81\xa1a\xc0" * 2**18,
-    "nils": b"\x83\xa7version\x01\xa6reward\xa1r\xa7samples\xdd\x00\x00\xff\xff" + b"\xc0" * 2**22,
+    "small maps": b"\x83\xa7version\x02\xa6reward\xa1r\xa7samples\xdd\x00\x05\x55\x55" + b"\x81\xa1a\xc0" * 2**18,
+    "nils": b"\x83\xa7version\x02\xa6reward\xa1r\xa7samples\xdd\x00\x00\xff\xff" + b"\xc0" * 2**22,
     "a map of nils": b"\xdf\x00\x20\x00\x00" + b"\xa1a\xc0" * 2**20,
-    "lists in lists": b"\x83\xa7version\x01\xa6reward\xa1r\xa7samples" + b"\xdd\x00\x10\x00\x00" * 2**20,
+    "lists in lists": b"\x83\xa7version\x02\xa6reward\xa1r\xa7samples" + b"\xdd\x00\x10\x00\x00" * 2**20,
     "lists in a text": request_of(sample()).replace(b"\xa6prompt", b"\xa6prompt" + b"\x9f" * 2**20),
     "frames": request_of(sample(image=[b""] * 20_000)),
     "metadata": request_of(sample(metadata='{"a":[' + "{}," * 2**21 + "0]}")),
     "metadata of many": request_of(*[sample(metadata='{"a":[' + "{}," * 2**18 + "0]}") for _ in range(9)]),
+    "messages": request_of(sample(messages='[{"a":[' + "{}," * 2**21 + "0]}]")),
+    "messages of another kind": request_of(sample(messages='["a"]')),
     "deep metadata": request_of(sample(metadata='{"a":' * 500 + "0" + "}" * 500)),
     "pickle": b"\x80\x04" + b"N" * 2**20,
     "an extension": request_of(sample(prompt=msgpack.ExtType(5, b"x" * 2**20))),
-    "twice": b"\x83\xa7version\x01\xa7version\x01\xa7version\x01",
+    "twice": b"\x83\xa7version\x02\xa7version\x02\xa7version\x02",
     "more after it": request_of(sample()) + b"\xc0" * 2**20,
 }
 
@@ -287,9 +289,9 @@ def test_reading_ends_when_nobody_waits_any_more():
 @pytest.mark.parametrize(
     "data",
     [
-        msgpack.packb({"version": 1, "values": [None] * 2**20, "failures": [None] * 4}),
-        msgpack.packb({"version": 1, "values": [[[]]] * 4, "failures": [None] * 4}),
-        msgpack.packb({"version": 1, "values": [1.0] * 4, "failures": [{"a": 1}] * 4}),
+        msgpack.packb({"version": 2, "values": [None] * 2**20, "failures": [None] * 4}),
+        msgpack.packb({"version": 2, "values": [[[]]] * 4, "failures": [None] * 4}),
+        msgpack.packb({"version": 2, "values": [1.0] * 4, "failures": [{"a": 1}] * 4}),
         b"\xdf\xff\xff\xff\xff",
     ],
     ids=["long", "deep", "maps", "size"],
@@ -303,12 +305,12 @@ def test_a_description_of_very_many_rewards_is_refused():
     served = {f"reward {number}": {"groupwise": False, "fingerprint": "x"} for number in range(2000)}
     with pytest.raises(wire.WireError, match="2000 keys"):
         wire.decode_description(
-            msgpack.packb({"version": 1, "rewards": served, "max_batch_size": 1, "max_request_mib": 1})
+            msgpack.packb({"version": 2, "rewards": served, "max_batch_size": 1, "max_request_mib": 1})
         )
 
 
 def test_values_of_an_answer_are_what_they_were():
-    answer = msgpack.packb({"failures": [None, "why"], "values": [1, None], "version": 1})
+    answer = msgpack.packb({"failures": [None, "why"], "values": [1, None], "version": 2})
     assert wire.decode_answer(answer, 2) == [1.0, Failure("the server says: why")]
 
 

@@ -1,10 +1,10 @@
 """What a reward server and its clients send: msgpack maps of plain types, pixels as PNG. Nothing is ever unpickled.
 
-A request:      {version: 1, reward: text, samples: [sample, ...]}
+A request:      {version: 2, reward: text, samples: [sample, ...]}
 A sample:       {image: PNG or nil, text: text or nil, source: PNG or nil, prompt: text, metadata: JSON text,
-                group_id: integer}
-An answer:      {version: 1, values: [float or nil, ...], failures: [text or nil, ...]}
-A description:  {version: 1, rewards: {label: {groupwise: true or false, fingerprint: text}}, max_batch_size: integer,
+                group_id: integer, messages: JSON text or nil, num_tokens: integer, is_truncated: bool}
+An answer:      {version: 2, values: [float or nil, ...], failures: [text or nil, ...]}
+A description:  {version: 2, rewards: {label: {groupwise: true or false, fingerprint: text}}, max_batch_size: integer,
                 max_request_mib: integer}
 
 A sample is an image, a video (a list of PNGs in the place of one) or a text. PNGs are RGB of 8 bits. Each place of an
@@ -20,6 +20,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 from PIL import Image
@@ -30,7 +31,7 @@ from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.http.message_reader import MessageReader, WireError, import_msgpack
 from sfumato.serving.bounded_json import BYTES_OF_A_VALUE, count_values, load_json
 
-VERSION = 1
+VERSION = 2
 MEDIA_TYPE = "application/msgpack"
 MAX_PIXEL_BYTES = 2**31
 """Decoded pixels of one request."""
@@ -53,6 +54,9 @@ SAMPLE_FIELDS: dict[str, tuple[type | None, ...]] = {
     "prompt": (str,),
     "metadata": (str,),
     "group_id": (int,),
+    "messages": (str, None),
+    "num_tokens": (int,),
+    "is_truncated": (bool,),
 }
 """Keys of a sample and the types of their values."""
 
@@ -61,7 +65,7 @@ _MAX_REASON = 500  # characters
 
 @dataclass(frozen=True, slots=True)
 class EncodedSample:
-    """A sample as it arrived, with pictures and metadata not yet decoded."""
+    """A sample as it arrived, with pictures, metadata and messages not yet decoded."""
 
     image: bytes | list[bytes] | None
     text: str | None
@@ -69,6 +73,9 @@ class EncodedSample:
     prompt: str
     metadata: str
     group_id: int
+    messages: str | None
+    num_tokens: int
+    is_truncated: bool
 
 
 @dataclass(frozen=True)
@@ -102,7 +109,10 @@ class ServerDescription:
 
 
 def encode_sample(sample: Sample) -> dict[str, object]:
-    """A sample as it is sent. Raises DataError when its metadata cannot be written as JSON."""
+    """A sample as it is sent, without the sound of a video and the images of a prompt.
+
+    Raises DataError when its metadata cannot be written as JSON.
+    """
     return {
         "image": _encode_pixels(sample.image),
         "text": sample.text,
@@ -110,6 +120,9 @@ def encode_sample(sample: Sample) -> dict[str, object]:
         "prompt": sample.prompt,
         "metadata": encode_metadata(sample.prompt, sample.metadata),
         "group_id": sample.group_id,
+        "messages": None if sample.messages is None else json.dumps(sample.messages),
+        "num_tokens": int(sample.num_tokens),
+        "is_truncated": sample.is_truncated,
     }
 
 
@@ -119,9 +132,9 @@ def encoded_size(sample: Mapping[str, object]) -> int:
         sample["source"] or b"",
         *(sample["image"] if isinstance(sample["image"], list) else [sample["image"] or b""]),
     ]
-    texts = [sample["text"] or "", sample["prompt"], sample["metadata"]]
-    # a character of UTF-8 takes 4 bytes at most; 8 and 100 are for msgpack's lengths and keys
-    return sum(len(picture) + 8 for picture in pictures) + 4 * sum(map(len, texts)) + 100
+    texts = [sample["text"] or "", sample["prompt"], sample["metadata"], sample["messages"] or ""]
+    # a character of UTF-8 takes 4 bytes at most; 8 and 150 are for msgpack's lengths and keys
+    return sum(len(picture) + 8 for picture in pictures) + 4 * sum(map(len, texts)) + 150
 
 
 def pixel_bytes(sample: Sample) -> int:
@@ -194,6 +207,9 @@ def decode_samples(request: EncodedRequest, is_given_up: Callable[[], bool] = la
                     prompt=sample.prompt,
                     metadata=_decode_metadata(sample.metadata),
                     group_id=sample.group_id,
+                    messages=_decode_messages(sample.messages),
+                    num_tokens=sample.num_tokens,
+                    is_truncated=sample.is_truncated,
                 )
             )
     return decoded
@@ -307,7 +323,8 @@ def _decoded_bytes(samples: Sequence[EncodedSample]) -> int:
             largest = max(largest, *sizes, 0)
             if pixel_bytes > MAX_PIXEL_BYTES:
                 raise WireError(f"more than {MAX_PIXEL_BYTES / 2**20:g} MiB of pixels in a request: send fewer samples")
-            metadata_bytes += BYTES_OF_A_VALUE * count_values(sample.metadata)
+            num_values = count_values(sample.metadata) + count_values(sample.messages or "")
+            metadata_bytes += BYTES_OF_A_VALUE * num_values
             if metadata_bytes > MAX_METADATA_BYTES:
                 raise WireError("more metadata than a request may hold: send fewer samples")
     return pixel_bytes + metadata_bytes + largest * PICTURE_BYTES // 3
@@ -326,6 +343,15 @@ def _decode_metadata(text: str) -> dict[str, object]:
     if not isinstance(metadata, dict):
         raise WireError("metadata is no JSON object")
     return metadata
+
+
+def _decode_messages(text: str | None) -> list[JsonObject] | None:
+    if text is None:
+        return None
+    messages = load_json(text, max_values=MAX_METADATA_VALUES)
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise WireError("messages are no list of JSON objects")
+    return cast("list[JsonObject]", messages)
 
 
 def _encode_pixels(pixels: np.ndarray | None) -> bytes | list[bytes] | None:

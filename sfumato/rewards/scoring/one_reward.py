@@ -5,6 +5,7 @@ Values of rewards that are ``cached`` are kept by the content of what was scored
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import math
 import pickle
@@ -18,6 +19,7 @@ import numpy as np
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
+from sfumato.tracking.waveforms import Waveform
 
 
 def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
@@ -89,17 +91,22 @@ def digest(samples: Sequence[Sample]) -> bytes:
     """
     content = hashlib.blake2b(digest_size=16)
     for sample in samples:
-        seen = [] if sample.images is None else [list(sample.images.find())]
-        sound = () if sample.sound is None else (sample.sound.samples, sample.sound.rate)
-        for part in (sample.image, sample.source, sample.prompt, sample.text, sample.metadata, *sound, *seen):
-            for piece in _to_buffers(part):
+        files = None if sample.images is None else list(sample.images.find())
+        for name in _SEEN:
+            for piece in _to_buffers(files if name == "images" else getattr(sample, name)):
                 content.update(len(piece).to_bytes(8, "little"))
                 content.update(piece)
     return content.digest()
 
 
+_SEEN = tuple(field.name for field in dataclasses.fields(Sample) if field.name not in ("group_id", "damage", "scores"))
+"""What rewards see of a sample: a field that is added counts, too."""
+
+
 def _to_buffers(part: object) -> list[bytes | memoryview]:
     """What identifies a part of a sample: of an array its shape and its bytes, of anything else its pickle."""
+    if isinstance(part, Waveform):
+        return [*_to_buffers(part.samples), *_to_buffers(part.rate)]
     if isinstance(part, np.ndarray):
         return [repr(part.shape).encode(), np.ascontiguousarray(part).data.cast("B")]
     return [pickle.dumps(part, protocol=5)]  # equal bytes are equal values, whatever types metadata has
