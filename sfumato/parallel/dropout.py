@@ -245,7 +245,9 @@ def refuse_unkeyed_dropout(module: nn.Module) -> None:
                 f"{label} drops with probability {submodule.dropout:g} inside of torch, where masks cannot belong to "
                 "samples: set its dropout to 0"
             )
-        rate = getattr(submodule, "dropout", None)  # of encoders such as Whisper's, which drop inside of functions
+        # Of encoders such as Whisper's, which drop inside of functions. Asked for the attribute, diffusers' models would
+        # look it up in their configuration, with a warning.
+        rate = vars(submodule).get("dropout")
         if isinstance(rate, float) and rate > 0:
             raise ConfigError(
                 f"{label} drops with probability {rate:g} inside of functions, where masks cannot belong to samples: "

@@ -1,6 +1,7 @@
 """Dropout with keys: the same masks however a batch is cut, and good random bits."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -177,3 +178,14 @@ def test_adapters_know_their_features():
         dense(input_ids=torch.arange(9)[None], use_cache=False)
         with pytest.raises(RuntimeError, match="part of its 64 features"):
             dense.model.layers[0].mlp.down_proj.lora_dropout["default"](torch.ones(1, 9, 32))
+
+
+def test_settings_of_diffusers_models_are_not_looked_up_as_attributes():
+    """Which diffusers warns of, and will refuse."""
+    from diffusers import Transformer2DModel
+
+    model = Transformer2DModel(num_attention_heads=1, attention_head_dim=8, in_channels=8, norm_num_groups=4)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always", FutureWarning)
+        keyed_dropout(model, 0)
+    assert not [str(warning.message) for warning in warned]
