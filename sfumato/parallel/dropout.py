@@ -245,8 +245,8 @@ def refuse_unkeyed_dropout(module: nn.Module) -> None:
                 f"{label} drops with probability {submodule.dropout:g} inside of torch, where masks cannot belong to "
                 "samples: set its dropout to 0"
             )
-        # Of encoders such as Whisper's, which drop inside of functions. Asked for the attribute, diffusers' models would
-        # look it up in their configuration, with a warning.
+        # Of encoders such as Whisper's, which drop inside of functions. Asked for the attribute, models of diffusers
+        # would look it up in their configuration, with a warning.
         rate = vars(submodule).get("dropout")
         if isinstance(rate, float) and rate > 0:
             raise ConfigError(
