@@ -206,11 +206,11 @@ class Studio:
     def frames(self, request: Request) -> Response:
         """The samples of one prompt and seed over training."""
         seed = number_parameter(request, "seed", NO_SEED, least=NO_SEED)
-        prompt = request.query_params.get("prompt")
+        prompt_key = request.query_params.get("prompt_key")
         sample_id = number_parameter(request, "id")
         kind = request.query_params.get("kind", "eval")
         wanted_seed = None if seed == NO_SEED else seed
-        return json_response(describe_frames(self._run(request), kind, sample_id, wanted_seed, prompt))
+        return json_response(describe_frames(self._run(request), kind, sample_id, wanted_seed, prompt_key))
 
     def why(self, request: Request) -> Response:
         """What changed between two evaluations."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 
@@ -41,7 +42,13 @@ def describe_gallery(reader: RunReader) -> JSON:
         "is_complete": is_complete,
         "generation": index.generation,
         "prompts": [
-            {"kind": kind, "id": sample_id, "prompt": printable(prompt[:MOST_PROMPT]), "seed": seed}
+            {
+                "kind": kind,
+                "id": sample_id,
+                "prompt": printable(prompt[:MOST_PROMPT]),
+                "prompt_key": key_of_prompt(prompt),
+                "seed": seed,
+            }
             for kind, sample_id, prompt, seed in index.keys
         ],
         "low": min(totals, default=None),
@@ -137,6 +144,7 @@ def describe_sample(reader: RunReader, step: int, row: Record) -> JSON:
         "step": step,
         "version": entry.version if entry else "",
         "sample": bounded(row),
+        "prompt_key": key_of_prompt(text_of(row, "prompt")),
         "group": group_of(row) if kind == "train" else None,
         "ids": [whole_number(other.get("sample_id")) for other in neighbours],
         "steps": steps,
@@ -144,7 +152,12 @@ def describe_sample(reader: RunReader, step: int, row: Record) -> JSON:
     }
 
 
-def describe_frames(reader: RunReader, kind: str, sample_id: int, seed: int | None, prompt: str | None) -> JSON:
+def key_of_prompt(prompt: str) -> str:
+    """A short text that tells a prompt from others, also from those with the same beginning, and in other runs."""
+    return hashlib.blake2b(prompt.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def describe_frames(reader: RunReader, kind: str, sample_id: int, seed: int | None, prompt_key: str | None) -> JSON:
     """The samples of one prompt and seed over all evaluations, for the scrubber.
 
     Args:
@@ -152,8 +165,8 @@ def describe_frames(reader: RunReader, kind: str, sample_id: int, seed: int | No
         kind: "eval" or "watched".
         sample_id: of the sample.
         seed: of the sample; None takes the first seed of that id.
-        prompt: the beginning of it; None takes the first prompt of that id. Another run's prompt of that number is
-            another prompt, whose pictures must not stand beside these.
+        prompt_key: ``key_of_prompt``; None takes the first prompt of that id. Another run's prompt of that number, or
+            that of an evaluation of other prompts, is another prompt, whose pictures must not stand beside these.
     """
     index = reader.samples
     is_complete = index.index(INDEX_S)
@@ -162,7 +175,7 @@ def describe_frames(reader: RunReader, kind: str, sample_id: int, seed: int | No
         for number, (key_kind, key_id, key_prompt, key_seed) in enumerate(index.keys)
         if (key_kind, key_id) == (kind, sample_id)
         and seed in (None, key_seed)
-        and (prompt is None or printable(key_prompt[:MOST_PROMPT]) == prompt)
+        and prompt_key in (None, key_of_prompt(key_prompt))
     ]
     frames = []
     for step in index.repeated_steps() if matching else []:

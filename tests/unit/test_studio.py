@@ -6,6 +6,7 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from starlette.testclient import TestClient
 
 from sfumato.studio import samples
 from sfumato.studio.app import Studio, build_app
+from sfumato.studio.gallery import key_of_prompt
 from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.studio.series import Curve, MetricTable, reduce_curve
 from sfumato.studio.tail import LineTail
@@ -284,11 +286,30 @@ def test_groups_and_samples_say_what_they_taught(client, runs):
 
 
 def test_a_prompt_over_training_is_never_mixed_with_another_one(client, runs):
-    film = read(client, "/api/frames", run="a", id=0, seed=7, prompt=PROMPTS[0])
+    film = read(client, "/api/frames", run="a", id=0, seed=7, prompt_key=key_of_prompt(PROMPTS[0]))
     assert [frame["step"] for frame in film["frames"]] == [1, 4, 8, 12]
     assert [frame["total"] for frame in film["frames"]] == [0.05, 0.2, 0.4, 0.6]
-    assert read(client, "/api/frames", run="a", id=0, seed=7, prompt="a cat")["frames"] == []
+    assert read(client, "/api/frames", run="a", id=0, seed=7, prompt_key=key_of_prompt("a cat"))["frames"] == []
     assert read(client, "/api/frames", run="a", id=0, seed=8)["frames"] == []
+
+
+def test_prompts_with_the_same_id_seed_and_beginning_are_told_apart(client, runs):
+    """A run may go on with other prompts, and those of agents begin with the same instructions."""
+    folder = write_run(runs / "changed", steps=1)
+    first, second = ("do as you are told. " * 40 + end for end in ("draw", "sing"))
+    for step, prompt in ((2, first), (4, first), (6, second)):
+        save_samples(folder, step, [replace(eval_records(step)[0], prompt=prompt)])
+    pause()
+    prompts = read(client, "/api/gallery", run="changed")["prompts"]
+    alike = [each for each in prompts if (each["id"], each["seed"]) == (0, 7)]
+    assert len(alike) == 3 and len({each["prompt"] for each in alike}) == 2
+    assert len({each["prompt_key"] for each in alike}) == 3
+    for prompt, steps in ((PROMPTS[0], [1]), (first, [2, 4]), (second, [6])):
+        key = key_of_prompt(prompt)
+        film = read(client, "/api/frames", run="changed", id=0, seed=7, prompt_key=key)
+        assert [frame["step"] for frame in film["frames"]] == steps
+        sample = read(client, "/api/sample", run="changed", step=steps[-1], kind="eval", id=0)
+        assert sample["prompt_key"] == key
 
 
 def test_why_pairs_the_samples_of_two_steps(client):

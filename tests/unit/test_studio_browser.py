@@ -101,6 +101,8 @@ def runs(tmp_path_factory):
     tones = write_run(root / "tones", steps=1)
     for step in (2, 4):
         save_samples(tones, step, [SampleRecord(tone, "eval", "a tone", 7, 5)])
+    changed = write_run(root / "experiments" / "changed", steps=1)
+    save_samples(changed, 2, [SampleRecord("words", "eval", "another prompt", 7, 0)])
     timeline = Timeline(root / "b")
     for step in range(1, 5):
         timeline.add([Event("sampler", rank, "generate", 10.0 * step, 10.0 * step + 6, step, 0) for rank in range(2)])
@@ -194,6 +196,16 @@ def test_a_sound_that_plays_goes_on_with_that_of_the_other_step(studio):
     assert page.evaluate("document.querySelector('audio').autoplay")
     page.keyboard.press("ArrowRight")
     page.wait_for_selector(".frame[data-step='4'] audio")
+    page.context.close()
+
+
+def test_of_two_prompts_with_the_same_id_and_seed_each_is_chosen(studio):
+    page = studio.tab("scrub?run=experiments/changed&id=0&seed=7")
+    page.wait_for_selector(".frame[data-step='1']")
+    page.select_option("select[aria-label=prompt]", label="another prompt · seed 7")
+    page.wait_for_selector(".frame[data-step='2'] :text('another prompt')")
+    page.reload()
+    page.wait_for_selector(".frame[data-step='2'] :text('another prompt')")
     page.context.close()
 
 

@@ -28,7 +28,7 @@ export async function show(view, parameters, {keepInAddress}) {
       h("b", {}, `${kind} ${id}`),
       h("button", {type: "button", disabled: neighbour(data.ids, id, 1) === null, onclick: () => move("ids", 1)}, "↓"),
       data.group !== null ? h("a", {href: link("group", {run, step, group: data.group})}, "its group")
-        : h("a", {href: link("scrub", {run, kind, id, seed: row.seed, step})}, "over training")),
+        : h("a", {href: link("scrub", {run, kind, id, seed: row.seed, prompt_key: data.prompt_key, step})}, "over training")),
     h("div", {class: "sample"}, h("div", {class: "stage"}, media(run, step, data.version, row)),
       h("div", {}, facts(row), taught(row, data.largest_advantage), canReplay && replayPart(run, step, kind, id, row, data.version))));
   }

@@ -3,12 +3,15 @@
 import {fileAddress, get, link} from "../api.js";
 import {chip, fill, h, rewardRange} from "../dom.js";
 
+const valueOf = (key) => `${key.id} ${key.seed} ${key.prompt_key}`;
+
 export async function show(view, parameters, {keepInAddress}) {
   const run = parameters.get("run");
   const runs = [run, ...parameters.getAll("with").filter((name) => name !== run)];
   const kind = parameters.get("kind") ?? "eval";
   let id = parameters.has("id") ? Number(parameters.get("id")) : null;
   let seed = parameters.has("seed") ? Number(parameters.get("seed")) : null;
+  let promptKey = parameters.get("prompt_key");
   let step = parameters.has("step") ? Number(parameters.get("step")) : null;
   let films = [];
   let steps = [];
@@ -23,7 +26,7 @@ export async function show(view, parameters, {keepInAddress}) {
   fill(view, h("div", {class: "tools"}, prompts, picker, play, h("div", {class: "slider"}, slider, output)), frames);
   get("/api/names").then(({names}) => picker.append(...names.filter((name) => !runs.includes(name)).map((name) =>
     h("option", {value: name}, name)))).catch((error) => console.warn(error.message));
-  picker.onchange = () => { location.hash = link("scrub", {run, with: [...runs.slice(1), picker.value], kind, id, seed, step}); };
+  picker.onchange = () => { location.hash = link("scrub", {run, with: [...runs.slice(1), picker.value], kind, id, seed, prompt_key: promptKey, step}); };
 
   async function update() {
     const {prompts: all, is_complete: isComplete} = await get("/api/gallery", {run});
@@ -33,13 +36,15 @@ export async function show(view, parameters, {keepInAddress}) {
       if (!isComplete) later = setTimeout(() => update().catch((error) => console.warn(error.message)), 400);
       return;
     }
-    const chosen = keys.find((key) => key.id === id && (seed === null || key.seed === seed)) ?? keys[0];
-    [id, seed] = [chosen.id, chosen.seed];
+    // an evaluation of other prompts may have had another one with the same id and seed
+    const alike = keys.filter((key) => key.id === id && (seed === null || key.seed === seed));
+    const chosen = alike.find((key) => key.prompt_key === promptKey) ?? alike[0] ?? keys[0];
+    [id, seed, promptKey] = [chosen.id, chosen.seed, chosen.prompt_key];
     if (document.activeElement !== prompts) {
-      fill(prompts, keys.map((key) => h("option", {value: `${key.id} ${key.seed}`}, `${key.prompt.slice(0, 60)} · seed ${key.seed}`)));
-      prompts.value = `${id} ${seed}`;
+      fill(prompts, keys.map((key) => h("option", {value: valueOf(key)}, `${key.prompt.slice(0, 60)} · seed ${key.seed}`)));
+      prompts.value = valueOf(chosen);
     }
-    films = await Promise.all(runs.map((name) => get("/api/frames", {run: name, kind, id, seed, prompt: chosen.prompt})));
+    films = await Promise.all(runs.map((name) => get("/api/frames", {run: name, kind, id, seed, prompt_key: promptKey})));
     clearTimeout(later);
     if (films.some((film) => !film.is_complete)) later = setTimeout(() => update().catch((error) => console.warn(error.message)), 400);
     const wasAtEnd = step === null || step === steps.at(-1);
@@ -53,7 +58,7 @@ export async function show(view, parameters, {keepInAddress}) {
     step = steps[index];
     slider.value = index;
     output.textContent = `step ${step}`;
-    keepInAddress({step, id, seed});
+    keepInAddress({step, id, seed, prompt_key: promptKey});
     draw();
   }
 
@@ -93,7 +98,8 @@ export async function show(view, parameters, {keepInAddress}) {
 
   slider.oninput = () => { parameters.set("step", ""); goTo(Number(slider.value)); };
   prompts.onchange = () => {
-    [id, seed] = prompts.value.split(" ").map(Number);
+    const [wantedId, wantedSeed, wantedPrompt] = prompts.value.split(" ");
+    [id, seed, promptKey] = [Number(wantedId), Number(wantedSeed), wantedPrompt];
     prompts.blur();
     update();
   };
