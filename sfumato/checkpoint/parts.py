@@ -77,6 +77,10 @@ PICKLED = {
 """The classes and functions that torch's metadata is made of, besides dtypes and paths, by module."""
 
 
+LEAST_COMPARED, MOST_COMPARED = 10**5, 256
+"""Pairs of chunks that are compared at most: so many, and so many more for each chunk. A tensor that is cut along
+several dimensions needs as many as the pieces along all but the one with the most."""
+
 REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX)
 """Opcodes of pickles that torch's metadata does not need. They build sets, whose members are hashed, or objects from
 arbitrary arguments."""
@@ -241,18 +245,15 @@ def _check_tensor(key: object, described: object, num_bytes: int) -> None:
         raise ValueError(f"{key} of shape {size} is larger than all files together")
     if any(not _is_flat(tuple(part)) for chunk in described.chunks for part in (chunk.offsets, chunk.sizes)):
         raise TypeError(f"a chunk of {key} is nested")
-    chunks = {(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks}
-    for offsets, lengths in chunks:
-        extents = zip(offsets, lengths, size, strict=True)
-        if any(not 0 <= offset <= offset + length <= whole for offset, length, whole in extents):
-            raise ValueError(f"a chunk of {key} lies outside of its shape {size}")
-    # Distinct chunks inside the shape whose sizes add up to it: none is missing unless others overlap.
-    if len(chunks) != len(described.chunks) or sum(math.prod(lengths) for _, lengths in chunks) != math.prod(size):
-        raise ValueError(f"the chunks of {key} do not make up its shape {size}")
+    if problem := chunks_problem(size, [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]):
+        raise ValueError(f"{key} of shape {size}: {problem}")
 
 
 def chunks_problem(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Why chunks, offsets and sizes, do not make up a tensor of a size; empty if they do, each element once."""
+    """Why chunks, offsets and sizes, do not make up a tensor of a size; empty if they do, each element once.
+
+    The cost is linear in the chunks: chunks of another kind than processes cut are refused before they cost more.
+    """
     for offsets, lengths in chunks:
         if any(
             not 0 <= offset <= offset + length <= whole
@@ -265,18 +266,27 @@ def chunks_problem(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...]
         return ""
     # Sorted along the dimension with the most cuts, few chunks reach beyond the beginning of the next.
     axis = max(range(len(size)), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}))
-    reaching: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-    for offsets, lengths in sorted(chunks, key=lambda chunk: chunk[0][axis]):
-        reaching = [other for other in reaching if other[0][axis] + other[1][axis] > offsets[axis]]
-        for other_offsets, other_lengths in reaching:
-            if all(
-                start < other_start + other_length and other_start < start + length
-                for start, length, other_start, other_length in zip(
-                    offsets, lengths, other_offsets, other_lengths, strict=True
-                )
-            ):
-                return f"its chunks at {other_offsets} and {offsets} overlap"
-        reaching.append((offsets, lengths))
+    boxes = [
+        tuple((first, first + length) for first, length in zip(offsets, lengths, strict=True))
+        for offsets, lengths in chunks
+        if 0 not in lengths
+    ]
+    reaching: list[tuple[tuple[int, int], ...]] = []
+    num_compared = 0
+    for box in sorted(boxes, key=lambda box: box[axis]):
+        num_compared += len(reaching)
+        if num_compared > LEAST_COMPARED + MOST_COMPARED * len(chunks):
+            return f"its {len(chunks)} chunks lie as no processes cut a tensor"
+        beginning = box[axis][0]
+        reaching = [other for other in reaching if other[axis][1] > beginning]
+        for other in reaching:
+            for (first, end), (other_first, other_end) in zip(box, other, strict=True):
+                if first >= other_end or other_first >= end:
+                    break
+            else:
+                places = [tuple(first for first, _ in place) for place in (other, box)]
+                return f"its chunks at {places[0]} and {places[1]} overlap"
+        reaching.append(box)
     return ""
 
 

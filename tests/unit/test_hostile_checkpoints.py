@@ -111,8 +111,16 @@ CRAFTED: dict[str, tuple[Callable[[Metadata], Any], str]] = {
     ),
     "a shape below zero": (lambda m: of_weight(m, size=(-4, 3)), "has dtype torch.float32 and shape (-4, 3)"),
     "a box outside": (lambda m: of_weight(m, chunks=[box((1, 0), (3, 4))]), "lies outside of its shape (3, 4)"),
-    "a hole": (lambda m: of_weight(m, chunks=[box((0, 0), (2, 4))]), "do not make up its shape (3, 4)"),
-    "a box twice": (lambda m: of_weight(m, chunks=[box((0, 0), (3, 4))] * 2), "do not make up its shape (3, 4)"),
+    "a hole": (lambda m: of_weight(m, chunks=[box((0, 0), (2, 4))]), "its chunks hold 8 elements of 12"),
+    "a box twice": (lambda m: of_weight(m, chunks=[box((0, 0), (3, 4))] * 2), "its chunks hold 24 elements of 12"),
+    "a box over another": (
+        lambda m: of_weight(m, chunks=[box((0, 0), (2, 4)), box((1, 0), (1, 4))]),
+        "model/weight of shape (3, 4): its chunks at (0, 0) and (1, 0) overlap",
+    ),
+    "the same box, and a hole": (
+        lambda m: of_weight(m, chunks=[box((0, 0), (1, 4)), box((2, 0), (1, 4)), box((2, 0), (1, 4))]),
+        "its chunks at (2, 0) and (2, 0) overlap",
+    ),
     "another shape": (
         lambda m: of_weight(m, size=torch.Size((4, 3)), chunks=[box((0, 0), (4, 3))]),
         "has shape (4, 3)",

@@ -1,6 +1,7 @@
 """Saved and loaded state: going on from it equals never having stopped, and a state that does not fit is refused."""
 
 import copy
+import itertools
 import json
 import math
 import os
@@ -379,6 +380,7 @@ def test_chunks_that_do_not_make_up_a_tensor_are_named_without_comparing_all_wit
     assert "hold 28000000 elements of 32000000" in chunks_problem((32, 10**6), good[1:])
     assert "lies outside" in chunks_problem((31, 10**6), good)
     assert "overlap" in chunks_problem((32, 10**6), [((2, 0), (4, 10**6)), *good[1:]])
+    assert chunks_problem((2, 2), [((0, 0), (2, 2)), ((1, 0), (0, 2)), ((1, 0), (0, 2))]) == "", "of no elements"
     seconds = []
     for count in (256, 4096):
         cut = chunks(count)
@@ -386,3 +388,37 @@ def test_chunks_that_do_not_make_up_a_tensor_are_named_without_comparing_all_wit
         assert chunks_problem((4 * count, 10**6), cut) == ""
         seconds.append(time.process_time() - started)
     assert seconds[1] < 64 * max(seconds[0], 1e-3), "16 times the chunks, not 256 times the work"
+
+
+def test_chunks_make_up_a_tensor_where_a_count_of_its_elements_says_so() -> None:
+    generator = random.Random(0)
+    seen = set()
+    for _ in range(400):
+        size = tuple(generator.randint(1, 4) for _ in range(generator.randint(1, 3)))
+        cuts = [sorted({0, *(generator.randrange(length) for _ in range(2)), length}) for length in size]
+        chunks = [
+            (tuple(begin for begin, _ in box), tuple(end - begin for begin, end in box))
+            for box in itertools.product(*(itertools.pairwise(cut) for cut in cuts))
+        ]
+        generator.shuffle(chunks)
+        for _ in range(generator.randint(0, 2)):  # another place or another size for some
+            place = generator.randrange(len(chunks))
+            offsets = tuple(generator.randrange(length) for length in size)
+            sizes = tuple(generator.randint(0, whole - first) for first, whole in zip(offsets, size, strict=True))
+            chunks[place] = (offsets, sizes)
+        count = torch.zeros(size, dtype=torch.int64)
+        for offsets, lengths in chunks:
+            count[tuple(slice(first, first + length) for first, length in zip(offsets, lengths, strict=True))] += 1
+        is_whole = bool((count == 1).all())
+        assert (chunks_problem(size, chunks) == "") == is_whole, (size, chunks)
+        seen.add((is_whole, chunks_problem(size, chunks).rpartition(" ")[2] == "overlap"))
+    assert seen == {(True, False), (False, False), (False, True)}
+
+
+def test_forged_chunks_cannot_hold_up_a_run() -> None:
+    count = 1100  # long strips beside a column of short ones: each of these is beside all of those
+    strips = [((0, column), (count, 1)) for column in range(count)]
+    column = [((row, count), (1, 1)) for row in range(count)]
+    began = time.process_time()
+    assert "lie as no processes cut a tensor" in chunks_problem((count, count + 1), [*strips, *column])
+    assert time.process_time() - began < 20
