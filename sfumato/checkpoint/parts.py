@@ -78,8 +78,7 @@ PICKLED = {
 
 
 LEAST_COMPARED, MOST_COMPARED = 10**5, 256
-"""Pairs of chunks that are compared at most: so many, and so many more for each chunk. A tensor that is cut along
-several dimensions needs as many as the pieces along all but the one with the most."""
+"""Pairs of chunks that are compared at most: so many, and so many for each chunk. Forged ones could ask for n^2."""
 
 REFUSED = (pickle.EMPTY_SET, pickle.FROZENSET, pickle.INST, pickle.OBJ, pickle.NEWOBJ_EX)
 """Opcodes of pickles that torch's metadata does not need. They build sets, whose members are hashed, or objects from
@@ -250,10 +249,7 @@ def _check_tensor(key: object, described: object, num_bytes: int) -> None:
 
 
 def chunks_problem(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]) -> str:
-    """Why chunks, offsets and sizes, do not make up a tensor of a size; empty if they do, each element once.
-
-    The cost is linear in the chunks: chunks of another kind than processes cut are refused before they cost more.
-    """
+    """Why chunks, offsets and sizes, do not make up a tensor of a size; empty if they do, each element once."""
     for offsets, lengths in chunks:
         if any(
             not 0 <= offset <= offset + length <= whole
@@ -266,11 +262,7 @@ def chunks_problem(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...]
         return ""
     # Sorted along the dimension with the most cuts, few chunks reach beyond the beginning of the next.
     axis = max(range(len(size)), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}))
-    boxes = [
-        tuple((first, first + length) for first, length in zip(offsets, lengths, strict=True))
-        for offsets, lengths in chunks
-        if 0 not in lengths
-    ]
+    boxes = [tuple((a, a + n) for a, n in zip(*chunk, strict=True)) for chunk in chunks if 0 not in chunk[1]]
     reaching: list[tuple[tuple[int, int], ...]] = []
     num_compared = 0
     for box in sorted(boxes, key=lambda box: box[axis]):

@@ -416,7 +416,7 @@ def test_chunks_make_up_a_tensor_where_a_count_of_its_elements_says_so() -> None
 
 
 def test_forged_chunks_cannot_hold_up_a_run() -> None:
-    count = 1100  # long strips beside a column of short ones: each of these is beside all of those
+    count = 1500  # long strips beside a column of short ones: each of these is beside all of those
     strips = [((0, column), (count, 1)) for column in range(count)]
     column = [((row, count), (1, 1)) for row in range(count)]
     began = time.process_time()

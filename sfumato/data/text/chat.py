@@ -482,8 +482,7 @@ def build_chat_template(
         options: values of variables of the template, such as ``enable_thinking``.
 
     Raises:
-        ConfigError: when there is no such template, it is no valid Jinja, or it does not fit the tokenizer or the
-            options.
+        ConfigError: when there is no such template, it is no valid Jinja, or it does not fit tokenizer or options.
     """
     check_fast(tokenizer)
     if name is None:

@@ -172,8 +172,7 @@ def build_transform(
     if config.chat_template_options != getattr(getattr(transform, "template", None), "options", {}):
         raise ConfigError(
             f"data.chat_template_options: the format {config.data_type.type} does not give them to its chat template: "
-            "remove them, or let its transform have a template of build_chat_template(config.chat_template, tokenizer, "
-            "config.chat_template_options)"
+            "remove them, or let its transform have a template that build_chat_template makes with them"
         )
     return transform
 
