@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -94,7 +93,7 @@ class OwnerProcess:
         told, pipe = os.pipe()
         lock = folder.lock.fileno()
         arguments = [str(pipe), str(lock), str(folder.path), *leftovers]
-        self._told = os.fdopen(told, "rb", buffering=0)  # so that ``select`` sees what was not read
+        self._told = os.fdopen(told, "rb")
         try:
             first = subprocess.Popen(
                 [sys.executable, owner_process.__file__, *arguments, "--", *command],
@@ -115,18 +114,22 @@ class OwnerProcess:
         server = int(self._told.readline() or 0)
         self._group = ProcessGroup(server) if server else None
         self._code: int | None = None
-        self._reading = threading.Lock()
+        self._has_ended = threading.Event()
+        threading.Thread(target=self._await_code, name="server's owner", daemon=True).start()
+
+    def _await_code(self) -> None:
+        """Reads the server's exit code. Should the owner be killed, it kills the server at once: one that ends by
+        SIGTERM waits for its connections, and those for answers that do not come."""
+        with self._told:
+            line = self._told.readline()
+        if not line and self._group is not None:
+            self._group.kill()
+        self._code = int(line or -signal.SIGKILL)
+        self._has_ended.set()
 
     def exit_code(self, within_s: float) -> int | None:
-        """The server's exit code, which this waits for; None while it runs, -9 when its owner was killed: the server is
-        then killed, too."""
-        if self._code is None and select.select([self._told], [], [], within_s)[0]:
-            with self._reading:  # many requests fail together, and each asks
-                if self._code is None:
-                    line = self._told.readline()
-                    if not line and self._group is not None:
-                        self._group.kill()
-                    self._code = int(line or -signal.SIGKILL)
+        """The server's exit code, which this waits for; None while it runs, -9 when its owner was killed."""
+        self._has_ended.wait(within_s)
         return self._code
 
     def end(self) -> None:
@@ -137,7 +140,6 @@ class OwnerProcess:
         except BrokenPipeError:
             LOGGER.debug("its owner has ended already")
         self.exit_code(owner_process.GRACE_S + 30)
-        self._told.close()
 
 
 class ServerProcess:
