@@ -211,3 +211,20 @@ def quiet_libraries() -> None:
     diffusers.utils.logging.set_verbosity_error()
     diffusers.utils.logging.disable_progress_bar()
     logging.getLogger("matplotlib").setLevel(logging.ERROR)  # it warns of a home that cannot be written to
+
+
+class MessageHandler(logging.Handler):
+    """Says what is logged."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        super().__init__(logging.INFO)
+        self.emit = lambda record: say(self.format(record))
+
+
+def say_messages(say: Callable[[str], None] | None) -> None:
+    """Has ``say`` called with what modules of this library log, from information on; None: no more of it."""
+    logger = logging.getLogger("sfumato")
+    logger.handlers = [handler for handler in logger.handlers if not isinstance(handler, MessageHandler)]
+    if say is not None:
+        logger.addHandler(MessageHandler(say))
+        logger.setLevel(logging.INFO)

@@ -29,7 +29,7 @@ from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import JsonLines, Sparing, read_jsonl, series_of
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.model_card import CARD, write_card
-from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries
+from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries, say_messages
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.timeline import Event, Phase, Timeline
@@ -460,6 +460,8 @@ class Run:
 
     def close(self) -> None:
         """Flushes logs, ends the progress bar, and gives the folder back."""
+        if self.mesh.is_first:
+            say_messages(None)
         was_open = self.is_open
         if was_open and self.control is not None:
             self.control.close()
@@ -502,6 +504,8 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     for line in (*describe_untested_versions(), *describe_code(), *describe_float32(mesh.device)):
         run.say(line)
     Run.newest = run
+    if mesh.is_first:  # other ranks' messages are not shown, but their warnings go to standard error
+        say_messages(run.say)
     listen(run)
     watch_peers(mesh.rank, mesh.size, run.say if mesh.is_first else partial(print, file=sys.stderr, flush=True))
     return run

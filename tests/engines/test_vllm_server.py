@@ -365,12 +365,17 @@ def test_a_server_that_hangs_is_noticed_and_can_be_started_again(engine, monkeyp
     engine.health()
 
 
-def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path):
-    url = engine.calls.http.target.base.text
+def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path, monkeypatch):
+    target = engine.calls.http.target
+    url = target.base.text
+    with pytest.raises(ConfigError, match=r"HTTP status 401.*name the environment variable .*api_key_env"):
+        VllmSettings(url=url, dtype="float32").build(*parts(model, tmp_path))
+    monkeypatch.setenv("KEY_OF_VLLM", target.headers["Authorization"].removeprefix("Bearer "))
+    of_the_url = VllmSettings(url=url, dtype="float32", api_key_env="KEY_OF_VLLM")
     other = write_model(tmp_path / "other", seed=5)
     with pytest.raises(ConfigError, match=rf"has the model {model}, the run {other}"):
-        VllmSettings(url=url, dtype="float32").build(*parts(other, tmp_path))
-    found = VllmSettings(url=url, dtype="float32").build(*parts(model, tmp_path))
+        of_the_url.build(*parts(other, tmp_path))
+    found = of_the_url.build(*parts(model, tmp_path))
     assert drawn(found, requests_of(2)) == drawn(engine, requests_of(2))
     with pytest.raises(ConfigError, match="was not started by this run"):
         found.restart()

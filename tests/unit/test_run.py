@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -46,6 +47,24 @@ def test_a_run_that_never_took_a_step_is_not_kept(tmp_path: Path) -> None:
     for _ in range(3):
         start(tmp_path).begin(10, 0, [])
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith("run")] == ["run"]
+
+
+def test_what_the_library_logs_is_said_while_the_run_is_at_work(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = logging.getLogger("sfumato.rollout.engines.served.server_process")
+    run = start(tmp_path)
+    logger.info("starting %s", "the server")
+    run.begin(10, 0, [])
+    logger.warning("it is started anew")
+    logger.debug("a detail")
+    run.close()
+    logger.info("after the end")
+    said = (tmp_path / "run" / "log.txt").read_text(encoding="utf-8").splitlines()
+    assert said[-2:] == ["starting the server", "it is started anew"]
+    shown = capsys.readouterr().err
+    assert shown.count("starting the server") == 1 and shown.count("it is started anew") == 1
+    assert "after the end" not in shown and "a detail" not in shown
 
 
 def test_earlier_runs_are_kept_under_numbers(tmp_path: Path) -> None:

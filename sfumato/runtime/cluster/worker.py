@@ -95,14 +95,14 @@ class RoleRun:
         self.mesh: Mesh | None = None
         self.stop_requested = False
         """Whether the run was asked to stop: SIGTERM to the driver or to a process of any role."""
-        self._speaks = speaks
+        self.speaks = speaks
         self._unheard = Said(0, [])
         self._timings: dict[str, float] = {}
         self._lock = threading.Lock()
 
     def say(self, text: str) -> None:
         """Shows a line to the user; only the first process of a group is heard."""
-        if self._speaks:
+        if self.speaks:
             with self._lock:
                 self._unheard.lines.append(text)
 
@@ -376,12 +376,15 @@ def build_state(
     from sfumato.parallel.mesh import build_mesh
     from sfumato.runtime.weight_sync.places import ADDRESS_VARIABLE
     from sfumato.tracking.meters import peak_flops
+    from sfumato.tracking.progress import say_messages
     from sfumato.tracking.run import quiet_libraries, seed_generators
 
     variables[ADDRESS_VARIABLE] = ray.util.get_node_ip_address()
     os.environ.update({name: str(value) for name, value in variables.items()})
     try:
         quiet_libraries()
+        if worker.run_of_role.speaks:
+            say_messages(worker.run_of_role.say)
         seed_generators(train.seed)
         mesh = build_mesh(train, replays=True)
         worker.run_of_role.mesh = mesh

@@ -35,7 +35,7 @@ LOOK_S = 0.25
 KILLED_S = 5.0
 """Longest wait for processes that were killed."""
 
-TOLD_S = 10.0
+TOLD_S = 60.0
 """Seconds between two lines of progress."""
 
 
@@ -212,6 +212,7 @@ class ServerProcess:
             self._folder = ServerFolder(self.environment, self.modules)
             environment = self._folder.environment_of(self.environment | dict(variables or {}))
             self._owner = OwnerProcess([*self.command, *arguments], self._folder, self.leftovers, log, environment)
+        LOGGER.info("starting %s, whose log is %s", self.name, self.log)
         started = told = time.monotonic()
         try:
             while not is_ready():
@@ -224,7 +225,7 @@ class ServerProcess:
                         f"{self.log}{self._tail()}"
                     )
                 if now - told > TOLD_S:
-                    LOGGER.info("waiting for %s: %.0f s, log %s", self.name, now - started, self.log)
+                    LOGGER.info("waiting for %s: %.0f s", self.name, now - started)
                     told = now
                 time.sleep(LOOK_S)
         except BaseException:

@@ -16,7 +16,7 @@ from sfumato import rollout
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens
-from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer
+from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.versions import known_release
 from sfumato.rollout.engines.served.vllm_images import render_request
@@ -207,7 +207,13 @@ class ServerCalls:
         version = str(self.http.ask("GET", "/version", timeout_s=HEALTH_TIMEOUT_S)["version"])
         if known_release("vLLM", version) is None:
             LOGGER.warning("%s is vLLM %s, which is not known to this version of sfumato", self.name, version)
-        models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
+        try:
+            models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
+        except RefusedByServerError as error:
+            raise ConfigError(
+                f"{self.name} does not tell which model it has ({error}): where it asks for a key, name the "
+                "environment variable that holds it in rollout.engine.api_key_env"
+            ) from error
         # Adapters are listed as models, too, with the model that they belong to as parent.
         base = next((model for model in models if model.get("parent") is None), models[0])
         if Path(base["root"]) != Path(self.model_path):

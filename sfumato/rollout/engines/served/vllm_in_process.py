@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import logging
 import os
 import tempfile
 import threading
@@ -22,6 +23,8 @@ from sfumato.rollout.engines.served.environment import inside
 from sfumato.rollout.engines.served.server_folder import ServerFolder
 from sfumato.rollout.engines.served.server_process import OwnerProcess
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
+
+LOGGER = logging.getLogger(__name__)
 
 EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
 
@@ -104,9 +107,12 @@ class InProcessCalls:
         tempfile.gettempdir()
         self._folder = ServerFolder(self._environment)
         self._owner = OwnerProcess([], self._folder, self._leftovers, None, self._environment)
+        LOGGER.info("starting %s in this environment", self.name)
+        started = time.monotonic()
         temporary = self._folder.temporary_variables(self._environment)
         with inside({**self._environment, **temporary, "VLLM_RPC_BASE_PATH": temporary["TMPDIR"]}):
             self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
+        LOGGER.info("%s is ready after %.0f s", self.name, time.monotonic() - started)
         self.max_length = int(self._llm.model_config.max_model_len)
 
     async def _create_llm(self, arguments: object) -> Any:
