@@ -42,7 +42,11 @@ TASKS: dict[str, tuple[str, Callable[[Path], dict[str, Any]], set[str]]] = {
     "rl_diffusion": ("rl_diffusion", partial(tiny_rl_config, **RARELY), {"sample", "evaluate"}),
     "rl_diffusion_forward": ("rl_diffusion_forward", partial(tiny_rl_config, **RARELY), {"sample", "evaluate"}),
     # so large a rate that two steps change what is drawn
-    "rl_text": ("rl_text", partial(tiny_text_rl_config, **merge(RARELY, {"train": {"lr": 3e-2}})), {"sample", "evaluate"}),
+    "rl_text": (
+        "rl_text",
+        partial(tiny_text_rl_config, **merge(RARELY, {"train": {"lr": 3e-2}})),
+        {"sample", "evaluate"},
+    ),
 }
 
 
