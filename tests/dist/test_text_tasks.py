@@ -93,6 +93,10 @@ REWARD: dict[str, tuple[int, str, dict[str, Any], dict[str, Any]]] = {
 NEAR_ZERO = ("margin", "reward_chosen", "reward_rejected", "good_reward", "bad_reward", "kl")
 """Differences of log-probabilities that begin at 0."""
 
+LEVELS = ("pairs/reward", "eval/reward")
+"""Means of rewards of which the loss of pairs knows differences alone: nothing but rounding moves their level, which in
+one process, too, another attention kernel (sdpa, eager) moves by 4e-6 and 8e-6 in these steps, and the loss by 2e-7."""
+
 
 def both(task: str, name: str, cases: dict[str, Any], ranks: Any, tmp_path: Any, **base: Any) -> None:
     num_ranks, kind, train, settings = cases[name]
@@ -112,6 +116,7 @@ def both(task: str, name: str, cases: dict[str, Any], ranks: Any, tmp_path: Any,
     run_task_here(task, merge(merge(config, {"train": NO_CUTS}), one))
     near_zero = [f"{kind}/{name}" for kind in ("pairs", "steps", "answers", "eval") for name in NEAR_ZERO]
     tolerance = {"grad_norm": 1e-7, "loss": 1e-7, "kl": 2e-6, **dict.fromkeys(near_zero, 2e-6)}
+    tolerance |= dict.fromkeys(LEVELS, 4e-5) if task == "train_text_reward" else {}
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, tolerance)
 
 
