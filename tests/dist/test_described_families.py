@@ -90,7 +90,7 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     description = row.describe()
     model = find_families()[description["pipeline"]]
     model = model.with_images() if row.from_images else model
-    model = model(model.build(description, seed=0), row.tokens)
+    model = model(model.build(description, seed=0), max_sequence_length=row.tokens)
     wake(model)
     if lora:
         add_lora(model.denoiser, TRAINED_LORA, model.lora_targets, seed=0)

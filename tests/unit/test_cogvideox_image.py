@@ -12,7 +12,7 @@ from tests.tiny_families import tiny_cogvideox_image
 def test_other_sizes_than_that_of_learned_positions_are_refused() -> None:
     description = tiny_cogvideox_image()
     description["transformer"] |= {"use_learned_positional_embeddings": True}
-    model = CogVideoXImageToVideo(CogVideoXImageToVideo.build(description, 0), 7)
+    model = CogVideoXImageToVideo(CogVideoXImageToVideo.build(description, 0), max_sequence_length=7)
     assert model.latent_shape(32, 32, 5) == (4, 2, 8, 8)
     with pytest.raises(ValueError, match=r"height 16 and width 32: .* makes 32 x 32 pixels alone"):
         model.latent_shape(16, 32, 5)

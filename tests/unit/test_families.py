@@ -248,7 +248,7 @@ def test_adapters_train_and_diffusers_loads_them(built: Built, tmp_path: Path) -
         pipeline.transformer.load_lora_adapter(tmp_path / "hf_ckpt", weight_name="pytorch_lora_weights.safetensors")
     if (tmp_path / "hf_ckpt" / "transformer_2").is_dir():
         pipeline.load_lora_weights(tmp_path / "hf_ckpt" / "transformer_2", load_into_transformer_2=True)
-    assert_close(built.velocity(type(model)(pipeline, built.row.tokens)), changed)
+    assert_close(built.velocity(type(model)(pipeline, max_sequence_length=built.row.tokens)), changed)
 
 
 def test_unknown_keys_of_a_description_are_named(built: Built) -> None:

@@ -70,7 +70,7 @@ def test_a_model_learns_what_is_behind_the_given_frame(name: str) -> None:
     description = row.describe()
     family = find_families()[description["pipeline"]]
     family = family.with_images() if row.from_images else family
-    model = family(family.build(description, 0), row.tokens)
+    model = family(family.build(description, 0), max_sequence_length=row.tokens)
     wake(model)
     model.frames = max(FRAMES, row.frames)
     model.pipeline.set_progress_bar_config(disable=True)

@@ -21,7 +21,7 @@ from tests.tiny_families import tiny_hidream
 def build(**transformer: Any) -> HiDream:
     description = tiny_hidream()
     description["transformer"] |= transformer
-    model = HiDream(HiDream.build(description, 0), ROWS["hidream"].tokens)
+    model = HiDream(HiDream.build(description, 0), max_sequence_length=ROWS["hidream"].tokens)
     model.denoiser.requires_grad_(True)
     wake(model)
     return model

@@ -20,7 +20,7 @@ def build(**transformer: Any) -> Kandinsky5Video:
     pytest.importorskip("torchvision")
     description = tiny_kandinsky5_video()
     description["transformer"] |= transformer
-    return Kandinsky5Video(Kandinsky5Video.build(description, 0), 24)
+    return Kandinsky5Video(Kandinsky5Video.build(description, 0), max_sequence_length=24)
 
 
 def test_block_sparse_attention_is_refused() -> None:

@@ -105,7 +105,7 @@ def test_diffusers_loads_what_was_trained(name: str, variant: str, tmp_path: Pat
         if (tmp_path / "out" / "transformer_2").is_dir():
             second = {"load_into_transformer_2": True, "weight_name": weight_name}
             pipeline.load_lora_weights(tmp_path / "out" / "transformer_2", **second)
-        found = type(model)(pipeline, ROWS[name].tokens)
+        found = type(model)(pipeline, max_sequence_length=ROWS[name].tokens)
         with torch.no_grad():
             velocities = [velocity(each, name) for each in (model, found)]
         assert_same(velocities[1], velocities[0])
@@ -127,7 +127,7 @@ def test_the_folder_alone_is_enough_for_diffusers_beside_a_second_file(tmp_path:
     model = trained("stable_diffusion", tmp_path, rank=2, alpha=6.0)
     pipeline = type(model).pipeline_type().from_pretrained(tmp_path / "pipe")
     pipeline.load_lora_weights(tmp_path / "out")
-    found = type(model)(pipeline, 7)
+    found = type(model)(pipeline, max_sequence_length=7)
     with torch.no_grad():
         assert_same(velocity(found, "stable_diffusion"), velocity(model, "stable_diffusion"))
 
@@ -172,5 +172,8 @@ def test_other_layers_have_comfyuis_names_too(name: str, tmp_path: Path) -> None
     pipeline = type(model).pipeline_type().from_pretrained(tmp_path / "pipe")
     pipeline.load_lora_weights(tmp_path / "out", weight_name=COMFYUI_FILE)
     with torch.no_grad():
-        found, expected = velocity(type(model)(pipeline, ROWS[name].tokens), name), velocity(model, name)
+        found, expected = (
+            velocity(type(model)(pipeline, max_sequence_length=ROWS[name].tokens), name),
+            velocity(model, name),
+        )
     assert_same(found, expected)

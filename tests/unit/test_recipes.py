@@ -110,7 +110,7 @@ class Family:
         if adapter is not None:
             load_from_diffusers(self.pipeline, adapter)
         try:
-            return self.velocity(type(model)(copy.copy(self.pipeline), self.row.tokens))
+            return self.velocity(type(model)(copy.copy(self.pipeline), max_sequence_length=self.row.tokens))
         finally:
             unload_adapters(self.pipeline)
 

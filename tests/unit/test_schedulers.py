@@ -41,7 +41,7 @@ def build(name: str, scheduler: Any = None, **settings: Any) -> DiffusionModel:
     pipeline = family.build(description, seed=0)
     if scheduler is not None:
         pipeline.scheduler = getattr(diffusers, scheduler)(**settings)
-    model = family(pipeline, ROWS[name].tokens)
+    model = family(pipeline, max_sequence_length=ROWS[name].tokens)
     wake(model)
     pipeline.set_progress_bar_config(disable=True)
     return model

@@ -177,7 +177,7 @@ def test_adapters_train_and_diffusers_loads_them(built: Built, tmp_path: Path) -
     export_model(model, None, tmp_path / "hf_ckpt", ALONE)
     pipeline = built.pipeline()
     pipeline.load_lora_weights(tmp_path / "hf_ckpt")
-    loaded = type(model)(pipeline, built.row.tokens)
+    loaded = type(model)(pipeline, max_sequence_length=built.row.tokens)
     set_output(loaded, sound_size(SECONDS), "rollout")
     torch.testing.assert_close(velocity_of(loaded, built.row), changed, atol=1e-5, rtol=1e-4)
 

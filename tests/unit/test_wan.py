@@ -327,7 +327,7 @@ def test_adapters_of_both_train_switch_off_and_merge(pair: Built, tmp_path: Path
         assert torch.equal(pair.velocity(reference), base)
     export_model(model, None, tmp_path / "out", ALONE, merge=True)
     pipeline = diffusers.WanPipeline.from_pretrained(tmp_path / "out")
-    merged = type(model)(pipeline, pair.tokens)
+    merged = type(model)(pipeline, max_sequence_length=pair.tokens)
     torch.testing.assert_close(pair.velocity(merged), changed, atol=1e-4, rtol=1e-4)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,14 @@ if TYPE_CHECKING:
 
 ADAPTER_FOLDER = "adapter"
 """Folder of an export with the adapters as peft reads them, where diffusers cannot."""
+
+
+class ModelOptions(TypedDict, total=False):
+    """Arguments of ``DiffusionModel`` besides the pipeline, which a family with an ``__init__`` of its own hands on."""
+
+    max_sequence_length: int
+    autocast_dtype: torch.dtype | None
+    source: Path | None
 
 
 class DiffusionModel(FrozenParts):

@@ -129,7 +129,7 @@ def _family_from_images(family: type[DiffusionModel], where: str) -> type[Diffus
     return family.with_images()
 
 
-def _read_scheduler_fields(folder: Path) -> Any:
+def _read_scheduler_fields(folder: Path) -> object:
     """The settings in a pipeline folder's scheduler file; empty if it is broken, which loading the pipeline reports."""
     try:
         return read_json(folder / SCHEDULER_FILE)
@@ -244,7 +244,12 @@ def build_diffusion_model(
         )
     family, pipeline = _make_pipeline(config, seed, init_device == "meta")
     source = Path(config.model_path) if config.model_path is not None else None
-    model = family(pipeline, config.max_sequence_length, DTYPES[mixed_precision], source)
+    model = family(
+        pipeline,
+        max_sequence_length=config.max_sequence_length,
+        autocast_dtype=DTYPES[mixed_precision],
+        source=source,
+    )
     model.device = torch.device(device)
     model.idle_device = torch.device("cpu") if config.offload_idle else None
     idle_components = (*model.encoder_names, *model.autoencoder_names) if config.offload_idle else ()

@@ -13,12 +13,12 @@ Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
-from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.base import DiffusionModel, ModelOptions
 from sfumato.models.diffusion.schedulers import as_ddim, check_unet_scheduler, unet_levels, unet_sigmas, unet_start
 
 if TYPE_CHECKING:
@@ -32,9 +32,9 @@ SAME_TIMESTEP = 1e-3
 class VariancePreserving(DiffusionModel):
     """Base class of such families."""
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         self.levels = unet_levels(pipeline.scheduler)
         """Noise level s of each timestep: float64, ascending."""
         self.largest = float(self.levels[-1])

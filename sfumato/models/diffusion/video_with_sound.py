@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from sfumato.tracking.waveforms import FULL_SCALE
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    from sfumato.models.diffusion.base import ModelOptions
 
 
 class PartSizes(NamedTuple):
@@ -47,9 +49,9 @@ class VideoSoundFamily(FlowSchedule):
 
     makes_video_with_sound: ClassVar[bool] = True
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         # A latent says how many tokens it has, and not of which sides.
         self._sizes: dict[int, PartSizes] = {}
 

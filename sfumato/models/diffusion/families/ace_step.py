@@ -11,11 +11,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.ace_step_text import ACEStepText
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
@@ -27,7 +28,9 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
-GUIDANCE: dict[str, Any] = {"eta": 0.0, "norm_threshold": 2.5, "use_original_formulation": True, "norm_dim": (2,)}
+    from sfumato.models.diffusion.base import ModelOptions
+
+GUIDANCE: Keywords = {"eta": 0.0, "norm_threshold": 2.5, "use_original_formulation": True, "norm_dim": (2,)}
 """Settings of the guidance (arXiv 2410.02416), as the pipeline has them, over time."""
 PEAK = 10 ** (-1 / 20)
 """Largest sample of every waveform, which the pipeline scales to it: -1 decibel."""
@@ -54,9 +57,9 @@ class ACEStep(ACEStepText, FlowSchedule):
     lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
     knows_size: ClassVar[bool] = False
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         self._has_said_guidance = False
         self._silence: Tensor = pipeline.condition_encoder.silence_latent  # stays when encoders are freed
         self.set_denoiser(pipeline.transformer)

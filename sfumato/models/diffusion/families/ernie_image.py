@@ -9,7 +9,7 @@ The part of the pipeline that rewrites prompts (``pe``) is not run: prompts are 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,8 @@ from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    from sfumato.models.diffusion.base import ModelOptions
 
 
 class ErnieImage(Flux2Latents):
@@ -56,9 +58,9 @@ class ErnieImage(Flux2Latents):
         )
         return build_pipeline(blueprint, description, seed)
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         self.set_denoiser(pipeline.transformer)
 
     def set_denoiser(self, denoiser: nn.Module) -> None:

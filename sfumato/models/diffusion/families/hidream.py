@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,8 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    from sfumato.models.diffusion.base import ModelOptions
+
 LLAMA = "text_encoder_4"
 
 
@@ -48,14 +50,14 @@ class HiDream(KLLatents, FlowSchedule):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3", LLAMA)
     prompt_tokenizer: ClassVar[str] = "tokenizer_4"
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError for a transformer whose experts never have a gradient."""
         if pipeline.transformer.config.force_inference_output:
             raise ConfigError(
                 f"{self.pipeline_class}: experts of a transformer with force_inference_output have no gradient: set it "
                 "to false in transformer/config.json"
             )
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:

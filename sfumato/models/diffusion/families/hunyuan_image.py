@@ -10,10 +10,11 @@ be replayed by itself: here two branches are put together as everywhere.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline, make_empty_pipeline
 from sfumato.models.diffusion.hunyuan_text import HunyuanText
@@ -105,7 +106,7 @@ class HunyuanImage(KLLatents, HunyuanText):
         return 0.0, self.pipeline.vae.config.scaling_factor
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
-        guidance: dict[str, Any] = {}
+        guidance: Keywords = {}
         if self.embeds_guidance:
             scales = embeddings.get("guidance", sigma.new_ones(len(sigma))).to(latents.device)
             guidance = {"guidance": (scales * GUIDANCE_UNIT).to(self.input_dtype)}

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.guiders import check_plain_guider
@@ -30,6 +31,8 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    from sfumato.models.diffusion.base import ModelOptions
+
 
 class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
     """HunyuanVideo 1.5 from text."""
@@ -38,9 +41,9 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
     parallel_plan: ClassVar[ParallelPlan] = plans.HUNYUAN_VIDEO15
     lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``HunyuanText``."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         pipeline.vae.enable_slicing()  # the mask of its attention fits one video at a time
         pipeline.vae.enable_tiling()  # else the mask has a number for each pair of a video's latent pixels
 
@@ -62,7 +65,7 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
         """Of what the pipeline consists."""
         import diffusers
 
-        def make_guider(parts: dict[str, Any], guidance_scale: float = 6.0) -> diffusers.ClassifierFreeGuidance:
+        def make_guider(parts: Keywords, guidance_scale: float = 6.0) -> diffusers.ClassifierFreeGuidance:
             return diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
 
         return Blueprint(

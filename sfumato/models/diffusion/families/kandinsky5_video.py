@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from torch import Tensor, nn
 
@@ -13,6 +13,8 @@ from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video_au
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    from sfumato.models.diffusion.base import ModelOptions
 
 
 class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
@@ -27,9 +29,9 @@ class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
         "transitions if they attention to order key shown scene describe\nDescribe\nName\nPay\nuser\n{}"
     )
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError for a network with block-sparse attention."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         if pipeline.transformer.config.attention_type == "nabla":
             raise ConfigError(
                 "model.model_path: a transformer with attention_type nabla chooses blocks of keys from the values of "

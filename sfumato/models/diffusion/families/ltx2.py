@@ -9,7 +9,7 @@ Gemma 3 reads a prompt; connectors, which are frozen with it, make an embedding 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -34,6 +34,8 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    from sfumato.models.diffusion.base import ModelOptions
+
 
 class LTX2(LTX2Latents):
     """LTX-2 and LTX-2.3 from text."""
@@ -46,10 +48,10 @@ class LTX2(LTX2Latents):
     largest_shift: ClassVar[float] = 2.05
     image_family: ClassVar[str | None] = "LTX2ImageToVideo"
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError for parts that are not LTX-2's, and lengths of prompts that do not
         divide."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         config = pipeline.transformer.config
         if (config.patch_size, config.patch_size_t, config.in_channels) != (1, 1, config.audio_in_channels):
             raise ConfigError(

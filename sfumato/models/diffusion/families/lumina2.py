@@ -10,7 +10,7 @@ prompt, but not before the empty one of guidance.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,8 @@ from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+
+    from sfumato.models.diffusion.base import ModelOptions
 
 SMALLEST_NORM = 1e-12
 """Lower bound of a norm, which is zero in a model with new weights."""
@@ -39,9 +41,9 @@ class Lumina2(KLLatents, FlowSchedule):
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
     knows_size: ClassVar[bool] = False  # the pipeline takes the number of channels for that of tokens
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         self.set_denoiser(pipeline.transformer)
 
     def set_denoiser(self, denoiser: nn.Module) -> None:

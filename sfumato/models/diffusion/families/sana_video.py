@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
@@ -20,6 +20,8 @@ from sfumato.parallel.plan import ParallelPlan
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    from sfumato.models.diffusion.base import ModelOptions
+
 
 class SanaVideo(SanaText, VideoLatents):
     """Sana-Video from text, with Wan's autoencoder."""
@@ -27,14 +29,14 @@ class SanaVideo(SanaText, VideoLatents):
     pipeline_class: ClassVar[str] = "SanaVideoPipeline"
     parallel_plan: ClassVar[ParallelPlan] = plans.SANA_VIDEO
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError for an autoencoder other than Wan's."""
         kind = type(pipeline.vae).__name__
         if kind != "AutoencoderKLWan":
             raise ConfigError(
                 f"{self.pipeline_class} with the autoencoder {kind} is not known here: take the 480p model"
             )
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:

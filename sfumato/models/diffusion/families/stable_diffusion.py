@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sfumato.config.sections import TrainConfig
+    from sfumato.models.diffusion.base import ModelOptions
     from sfumato.parallel.mesh import Mesh
 
 PUBLISHED_SCHEDULE = {
@@ -59,9 +60,9 @@ class StableDiffusion(KLLatents, VariancePreserving):
     denoiser_name: ClassVar[str] = "unet"
     encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError for a UNet with further inputs."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         unet = pipeline.unet.config
         channels = pipeline.vae.config.latent_channels
         if unet.in_channels != channels or unet.time_cond_proj_dim is not None:

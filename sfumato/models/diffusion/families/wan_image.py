@@ -9,7 +9,7 @@ With ``expand_timesteps`` (Wan 2.2 5B) the tokens of the given first frame have 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from sfumato.parallel.mesh import Mesh
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
+    from sfumato.models.diffusion.base import ModelOptions
+
 TEXT_TOKENS = 512
 """Number of text tokens: behind image embeddings, diffusers takes this many tokens from the end for the text."""
 
@@ -43,9 +45,9 @@ class WanImageToVideo(Wan):
     optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
     sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: object, **kwargs: object) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``Wan``. Raises ConfigError also when the pipeline lacks an image encoder that the transformer needs."""
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
         network = self._network.config
         if network.image_dim is not None and pipeline.image_encoder is None:
             raise ConfigError(

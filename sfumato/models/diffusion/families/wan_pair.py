@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from peft import LoraConfig
 
-    from sfumato.models.diffusion.base import DiffusersModule
+    from sfumato.models.diffusion.base import DiffusersModule, ModelOptions
 
 
 class WanPair(nn.Module):
@@ -84,7 +84,7 @@ class WanPair(nn.Module):
         for transformer in self.children():
             transformer.enable_adapters()  # pyright: ignore[reportCallIssue]
 
-    def forward(self, hidden_states: Tensor, timestep: Tensor, **rows: Any) -> tuple[Tensor]:
+    def forward(self, hidden_states: Tensor, timestep: Tensor, **rows: Tensor) -> tuple[Tensor]:
         """As WanTransformer3DModel with ``return_dict=False``; every tensor has one row per sample."""
         rows = {name: tensor for name, tensor in rows.items() if isinstance(tensor, Tensor)}
         if timestep.is_meta or isinstance(timestep, FakeTensor):  # memory and FLOP counts: there are no values
@@ -122,7 +122,7 @@ class WanDenoisers(FlowSchedule):
 
     further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
 
-    def __init__(self, pipeline: DiffusionPipeline, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError when a pipeline with two transformers lacks what they need."""
         self.guidance_scale_2: float | None = None
         """Guidance scale of the second of two transformers, for low noise levels; None is that of the first one."""
@@ -139,7 +139,7 @@ class WanDenoisers(FlowSchedule):
             pipeline.transformer_2 = None
             self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
             self.caches_steps = False  # type: ignore[misc]
-        super().__init__(pipeline, *args, **kwargs)
+        super().__init__(pipeline, **options)
 
     @property
     def _network(self) -> DiffusersModule:
