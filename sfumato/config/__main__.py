@@ -15,15 +15,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 from sfumato.config.base import Section
 from sfumato.config.characters import printable
 from sfumato.config.load import asks_for_help, parse_config
 from sfumato.errors import UserError
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 
 class _Deferred:
@@ -36,7 +32,7 @@ class _Deferred:
     def __init__(self, spec: importlib.machinery.ModuleSpec) -> None:
         self.__spec__ = spec
 
-    def __getattr__(self, attribute: str) -> Any:
+    def __getattr__(self, attribute: str) -> object:
         name = self.__spec__.name
         if sys.modules.get(name) is self:  # else the module has been loaded, and somebody still holds this object
             del sys.modules[name]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, core_schema
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.trust import refuse_code
 
 if TYPE_CHECKING:
@@ -45,13 +46,13 @@ class Section(BaseModel):
         return {name: getattr(self, name) for name, field in fields if getattr(self, name) != field.get_default()}
 
     @classmethod
-    def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def presets(cls, data: JsonObject) -> JsonObject:
         """Defaults that depend on ``data`` (the file with its overrides), such as the parts of a recipe it names."""
         del data
         return {}
 
     @classmethod
-    def reasons(cls, data: dict[str, Any], overrides: dict[str, Any]) -> dict[str, str]:
+    def reasons(cls, data: JsonObject, overrides: JsonObject) -> dict[str, str]:
         """Reasons why overrides do not go together with values of the file, by the dotted place of a section.
 
         Where a section has one, messages give it in the place of the mistakes in the section's fields.
@@ -212,7 +213,7 @@ class Variant:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
         if self.short and not fields:
             return name
-        return {"type": name, **TypeAdapter(dict[str, Any]).dump_python(fields, mode="json")}
+        return {"type": name, **TypeAdapter(JsonObject).dump_python(fields, mode="json")}
 
     def __get_pydantic_core_schema__(self, _source: object, _handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
         return core_schema.no_info_plain_validator_function(

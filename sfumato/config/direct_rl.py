@@ -8,6 +8,7 @@ from pydantic import Field, model_validator
 
 from sfumato.config.base import Variant, find_variants, refuse_needless
 from sfumato.config.diffusion_rl import DiffusionRLConfig, DiffusionRolloutConfig
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.presets import RecipeAlgorithmConfig
 from sfumato.config.recipes import DIFFUSION_RECIPES, DIRECT_RECIPES
 
@@ -52,13 +53,13 @@ class DirectAlgorithmConfig(RecipeAlgorithmConfig):
     drop_no_spread: ClassVar[bool] = True
 
     @classmethod
-    def recipes(cls) -> dict[str, dict[str, Any]]:
+    def recipes(cls) -> dict[str, JsonObject]:
         """Presets by name."""
         return DIRECT_RECIPES
 
     @model_validator(mode="before")
     @classmethod
-    def _is_of_this_task(cls, data: Any) -> Any:
+    def _is_of_this_task(cls, data: object) -> object:
         recipe = cls.recipe_in(data)
         if isinstance(recipe, str) and recipe in DIFFUSION_RECIPES:
             raise ValueError(

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from sfumato.config.base import Section, Variant, find_variants, inner_section
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -182,7 +183,7 @@ def describe_sections(schema: type[Section]) -> list[SectionHelp]:
 
 
 def _describe(
-    schema: type[BaseModel], prefix: str, presets: dict[str, Any], first: tuple[FieldHelp, ...]
+    schema: type[BaseModel], prefix: str, presets: JsonObject, first: tuple[FieldHelp, ...]
 ) -> list[SectionHelp]:
     """A section, then the sections inside it.
 
@@ -285,7 +286,7 @@ def _default(field: FieldInfo, variant: Variant | None) -> str:
     return "null" if value is None else str(value)
 
 
-def _metadata(field: FieldInfo) -> list[Any]:
+def _metadata(field: FieldInfo) -> list[object]:
     """Annotations of a field and of the items of a list field."""
     items = typing.get_args(field.annotation)
     return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError, field_validator, model_validator
 
@@ -86,7 +86,7 @@ class ImageDataConfig(Section):
 
     @field_validator("buckets", mode="wrap")
     @classmethod
-    def _are_sizes(cls, value: object, check: Callable[[Any], object]) -> object:
+    def _are_sizes(cls, value: object, check: Callable[[object], object]) -> object:
         try:
             return check(value)
         except ValidationError as error:

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -22,10 +22,14 @@ from sfumato.config.as_written import with_written_texts
 from sfumato.config.base import Section, inner_section, leaves
 from sfumato.config.file_checks import file_problem
 from sfumato.config.hub import has_hub_names, pin_revisions
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import CHECKPOINT_NAME
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
 from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
 
 MAX_BYTES = 2**20
 """Size of the largest text that is read."""
@@ -158,7 +162,7 @@ DEEPEST = 20
 """Dots in the name of an override."""
 
 
-def read_yaml(path: str | Path, as_written: bool = False) -> dict[str, Any]:
+def read_yaml(path: str | Path, as_written: bool = False) -> JsonObject:
     """Reads a YAML file that holds a mapping; ``as_written`` as for ``parse_yaml``.
 
     Raises ConfigError that names the file and the line.
@@ -182,12 +186,12 @@ def read_yaml(path: str | Path, as_written: bool = False) -> dict[str, Any]:
     return loaded
 
 
-class Overrides(dict[str, Any]):
+class Overrides(JsonObject):
     """Overrides as a nested mapping."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.written: dict[str, Any] = {}
+        self.written: JsonObject = {}
         """The same mapping, with the text of each scalar as it was written."""
 
 
@@ -217,7 +221,7 @@ def parse_overrides(arguments: list[str]) -> Overrides:
         parsed = parse_yaml(value, f"the value of --{short_name}")
         if isinstance(parsed, str) and _is_plain_line(value):
             parsed = value.strip()  # in which YAML would take ` #` for the begin of a comment
-        target: dict[str, Any] = overrides
+        target: JsonObject = overrides
         written = overrides.written
         *parents, last = name.split(".")
         for depth, parent in enumerate(parents, start=1):
@@ -346,7 +350,7 @@ def load_config(
         raise _join_mistakes(lines) from error
 
 
-def _with_revisions_of_run(fields: dict[str, Any]) -> dict[str, Any]:
+def _with_revisions_of_run(fields: JsonObject) -> JsonObject:
     """The fields with models of the hub at the revisions with which the run began that is gone on with."""
     train = fields.get("train")
     if not isinstance(train, dict):
@@ -358,7 +362,7 @@ def _with_revisions_of_run(fields: dict[str, Any]) -> dict[str, Any]:
     if CHECKPOINT_NAME.fullmatch(folder.name):
         folder = folder.absolute().parent.parent
     recorded = folder / "config.yaml"
-    return cast("dict[str, Any]", pin_revisions(fields, read_yaml(recorded))) if recorded.is_file() else fields
+    return cast("JsonObject", pin_revisions(fields, read_yaml(recorded))) if recorded.is_file() else fields
 
 
 def load_maker(schema: type[SectionT], path: str | Path, folder: str | Path, option: str) -> SectionT:
@@ -433,7 +437,7 @@ def flatten(value: object, name: str = "") -> dict[str, object]:
 
 
 def _describe(
-    error: Mapping[str, Any], schema: type[BaseModel], path: str | Path | None, overrides: dict[str, object]
+    error: ErrorDetails, schema: type[BaseModel], path: str | Path | None, overrides: dict[str, object]
 ) -> str:
     """One mistake as lines of text: where it stands, what is wrong, what would be correct."""
     location = tuple(error["loc"])

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from pydantic import model_validator
 
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.rl import AlgorithmConfig, RLConfig
 
 
@@ -43,7 +44,7 @@ class RecipeRLConfig(RLConfig):
         return cast("type[RecipeAlgorithmConfig]", cls.model_fields["algorithm"].annotation)
 
     @classmethod
-    def presets(cls, data: dict[str, Any]) -> dict[str, Any]:
+    def presets(cls, data: JsonObject) -> JsonObject:
         """The parts of the recipe that ``data`` names."""
         recipe = cls.parts().recipe_in(data.get("algorithm") or {})
         is_known = isinstance(recipe, str) and recipe in cls.parts().recipes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
@@ -14,15 +14,20 @@ def read_row_limit(value: object) -> int | float:
     Raises:
         ValueError: for anything else.
     """
-    limit: Any = value
+    limit = value
     if isinstance(value, str):
         text = value.strip()
         try:
             limit = float(text[:-1]) / 100 if text.endswith("%") else float(text) if "." in text else int(text)
         except ValueError:
             limit = None
-    is_number = isinstance(limit, int | float) and not isinstance(limit, bool) and math.isfinite(limit)
-    if not is_number or limit < 0 or (isinstance(limit, float) and limit >= 1):
+    if (
+        not isinstance(limit, int | float)
+        or isinstance(limit, bool)
+        or not math.isfinite(limit)
+        or limit < 0
+        or (isinstance(limit, float) and limit >= 1)
+    ):
         raise ValueError("must be a whole number of rows, 0 or more, or a share below 1 such as 0.01 or 1%")
     return limit if limit else 0
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
 from sfumato.config.base import Section
+from sfumato.config.open_mappings import JsonObject
 from sfumato.config.parallel import ParallelConfig, world_size
 
 Train = TypeVar("Train", bound=ParallelConfig)
@@ -26,7 +27,7 @@ class PoolConfig(Section):
     """CPU cores that each reserves, and threads that it computes with."""
     gpus: float = Field(0.0, ge=0)
     """GPUs that each reserves. Parts, such as 0.5 of actor and sampler: a process of each shares a GPU."""
-    parallel: dict[str, Any] = {}
+    parallel: JsonObject = {}
     """Sampler: how its processes share the model, where that differs from the section train, such as
     {tensor_parallel_size: 2}."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 from pydantic import Field, model_validator
 
@@ -10,7 +10,7 @@ from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import FilePath, FilePaths
 from sfumato.config.row_limit import RowLimit
-from sfumato.config.sections import EpochTrainConfig
+from sfumato.config.sections import EpochTrainConfig, TaskConfig
 
 SHOWN_PROBLEMS = ("read", "digits")
 HEARD_PROBLEMS = ("dial",)
@@ -179,3 +179,14 @@ class TextEvalConfig(Section):
     """Longest answer in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Texts that end an answer once it holds them, besides the tokens that end one."""
+
+
+class TextTaskConfig(TaskConfig, Protocol):
+    """What the configurations of tasks that learn from files of text have."""
+
+    @property
+    def data(self) -> TextDataConfig: ...
+    @property
+    def train(self) -> TextTrainConfig: ...
+    @property
+    def eval(self) -> TextEvalConfig: ...

@@ -64,7 +64,7 @@ def check_trust(trust_remote_code: bool) -> bool:
     return trust_remote_code
 
 
-def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = False, **options: Any) -> Any:
+def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = False, **options: object) -> Any:
     """``cls.from_pretrained`` of a local folder, whose code does not run unless a person allowed it.
 
     Args:
@@ -83,7 +83,7 @@ def load_pretrained(cls: Any, folder: Path | str, *, trust_remote_code: bool = F
         return cls.from_pretrained(folder, local_files_only=True, **_trust_argument(cls, trust_remote_code), **options)
 
 
-def make_from_config(cls: Any, described: Any, *, trust_remote_code: bool = False, **options: Any) -> Any:
+def make_from_config(cls: Any, described: object, *, trust_remote_code: bool = False, **options: object) -> Any:
     """``cls.from_config`` with random weights, where the same holds of what the configuration names."""
     _disable_questions()
     with _broken_files_as_value_errors():

@@ -39,10 +39,10 @@ class Calls:
     """
 
     def __init__(self) -> None:
-        self._hand_over: Callable[[Future[Any], Callable[[], Any]], None] | None = None
+        self._hand_over: Callable[[Future[Any], Callable[[], object]], None] | None = None
         self._closed = threading.Event()
 
-    def submit(self, function: Callable[..., Read], *args: Any) -> Future[Read]:
+    def submit(self, function: Callable[..., Read], *args: object) -> Future[Read]:
         """Has a function called. Where no thread runs, it is called here and now."""
         future: Future[Read] = Future()
         if self._hand_over is None:
@@ -63,7 +63,7 @@ class Calls:
         raise _Closed
 
     def attach(
-        self, hand_over: Callable[[Future[Any], Callable[[], Any]], None] | None, closed: threading.Event
+        self, hand_over: Callable[[Future[Any], Callable[[], object]], None] | None, closed: threading.Event
     ) -> None:
         """Sets how calls reach the other thread."""
         self._hand_over = hand_over
@@ -74,7 +74,7 @@ class _Closed(BaseException):
     """Ends the thread of ``in_background`` where it waits for a call that nobody will make."""
 
 
-def _call_into(future: Future[Any], call: Callable[[], Any]) -> None:
+def _call_into(future: Future[Any], call: Callable[[], object]) -> None:
     """Calls a function and gives the future its result, or what it raises."""
     try:
         future.set_result(call())
@@ -95,7 +95,7 @@ def in_background(items: Iterator[Item], ahead: int, calls: Calls | None = None)
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(ahead)
     closed = threading.Event()
 
-    def hand_over(kind: str, item: Any = None) -> None:
+    def hand_over(kind: str, item: object = None) -> None:
         while not closed.is_set():
             try:
                 # A timeout, since a consumer that has gone away would leave the thread waiting at a full queue.

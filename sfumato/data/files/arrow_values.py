@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.errors import DataError
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 
-class StructValue(dict[str, Any]):
+class StructValue(dict[str, object]):
     """A mapping from a struct column. Arrow gives every row the keys of all rows: a key that a row lacks is None."""
 
 

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -155,7 +154,7 @@ def _spec_of(tensor: torch.Tensor) -> dict[str, object]:
     return {"shape": list(tensor.shape[1:]), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def _num_bytes(spec: Mapping[str, Any]) -> int:
+def _num_bytes(spec: JsonObject) -> int:
     """Bytes of one row of a tensor."""
     return math.prod(spec["shape"]) * torch.empty((), dtype=getattr(torch, spec["dtype"])).element_size()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 
 class RowTable(Protocol):
@@ -40,7 +40,7 @@ class FileTable(FiledRows, Protocol):
         ...
 
 
-class FiledRow(dict[str, Any]):
+class FiledRow(dict[str, object]):
     """A row that knows the folder that its paths are relative to. For rows made in code it is the working folder."""
 
     folder = Path()

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.files.arrow_values import arrow_row, arrow_rows
@@ -29,6 +29,7 @@ from sfumato.data.files.row_table import FileTable, RowTable
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
+    import datasets
     import pyarrow
 
     from sfumato.data.files.dataset_info import RowMapping
@@ -92,7 +93,7 @@ class ParquetRows(FileRows):
         _ = self._table  # reports a broken file now, and not in the middle of training
 
     @cached_property
-    def _table(self) -> Any:
+    def _table(self) -> datasets.Dataset:
         import datasets
 
         try:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -112,19 +112,19 @@ def open_sources_once(config: TextDataConfig, mesh: Mesh) -> Sources:
         return open_sources(config)
     opened: list[Sources] = []
 
-    def describe() -> tuple[Any, ...]:
+    def describe() -> tuple[Sources, list[list[RowFile]], list[list[int]], list[str]]:
         listing = _list_files(str(config.train_path), config, "data.train_path")
         sources = _open_listed(*listing, is_streamed=False)
         opened.append(sources)
         lengths = [[len(part) for part in getattr(rows, "parts", [rows])] for rows in sources.rows]
         fingerprints = [rows.fingerprint() for rows in sources.rows]
-        return sources.names, listing[1], lengths, fingerprints, sources.weights, sources.level, sources.stopping
+        return replace(sources, rows=[]), listing[1], lengths, fingerprints
 
-    names, files, lengths, fingerprints, *mixture = mesh.value_of_first(describe)
+    mixture, files, lengths, fingerprints = mesh.value_of_first(describe)
     if opened:
         return opened[0]
     rows: list[RowTable] = [LateRows(*source) for source in zip(files, lengths, fingerprints, strict=True)]
-    return Sources(names, rows, *mixture)
+    return replace(mixture, rows=rows)
 
 
 def open_validation(config: TextDataConfig) -> Sources | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.files.picture_folder import FolderRows
@@ -16,6 +16,9 @@ from sfumato.data.media.kinds import File
 from sfumato.data.row_identity import digest_rows
 from sfumato.errors import DataError
 from sfumato.tracking.identity import Identity, identify
+
+if TYPE_CHECKING:
+    from sfumato.config.rl import RLConfig
 
 
 def identify_images(
@@ -40,7 +43,7 @@ def identify_images(
     return identify(config, content, numbers)
 
 
-def identify_prompts(config: Any, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
+def identify_prompts(config: RLConfig, prompts: list[Prompt], eval_prompts: list[Prompt]) -> Identity:
     """The identity of a task of RL on images; see ``identify``."""
     content = {"data.train_path": content_of_prompts(prompts), "data.eval_path": content_of_prompts(eval_prompts)}
     content |= content_of_media(config, _sources_of(prompts), "data.train_path (its source images)")

@@ -197,7 +197,7 @@ def take_media(
     return messages, files
 
 
-def _read_column(row: FiledRow, kind: str, where: str) -> list[Any]:
+def _read_column(row: FiledRow, kind: str, where: str) -> list[object]:
     """The media of one kind in a row's column; empty where the row has no such column."""
     name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
     if name is None:

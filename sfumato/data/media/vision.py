@@ -332,7 +332,7 @@ class ImageReader:
         """Whether images are grids of patches of their own size, as those of the Qwen models."""
         return "image_grid_thw" in self.arguments
 
-    def _shapes(self, features: Mapping[str, Any], media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
+    def _shapes(self, features: BatchFeature, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
         """The shapes of ``Images``, int32 ``[N, 3]``, from the processor's features of these media."""
         if self.has_grid or not self.sees:
             shapes = {kind: iter(features.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}

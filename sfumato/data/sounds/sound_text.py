@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
@@ -72,7 +71,7 @@ class SoundTextDataset(ImageTextDataset):
         raise ConfigError("data.data_type sound_text: this model starts from an image, which a sound does not have")
 
     @property
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         """How files become waveforms."""
         return ["sound", VERSION, self._rate, self._channels, self.size[1]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -127,6 +127,6 @@ class VideoSoundDataset(ImageTextDataset):
         return json.dumps([super().fingerprint(), self.config.sound_key])
 
     @property
-    def settings(self) -> list[Any]:
+    def settings(self) -> list[object]:
         """How files become frames and waveforms."""
         return [*super().settings, "sound", VERSION, self._rate, self._channels, self._frame_rate]

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.open_mappings import JsonObject
@@ -166,10 +166,11 @@ def _read_eos(folder: Path) -> tuple[list[int], str]:
         settings = read_json_file(folder / name)
         places = [settings, *(settings[key] for key in inner if isinstance(settings.get(key), dict))]
         value = next((place["eos_token_id"] for place in places if place.get("eos_token_id") is not None), None)
-        numbers: list[Any] = value if isinstance(value, list) else [value]
         if value is None:
             continue
-        if not all(isinstance(number, int) and not isinstance(number, bool) for number in numbers):
+        values = value if isinstance(value, list) else [value]
+        numbers = [number for number in values if isinstance(number, int) and not isinstance(number, bool)]
+        if len(numbers) < len(values):
             raise ConfigError(
                 f"{folder / name}: eos_token_id must be a token's number or a list of them, not {value!r}"
             )

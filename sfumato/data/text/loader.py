@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
+from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTaskConfig, TextTrainConfig
 from sfumato.data.background import STEPS_AHEAD, Calls, in_background
 from sfumato.data.epoch_order import refuse_repetition
 from sfumato.data.files.bad_rows import BadRows, bad_row_limit
@@ -291,7 +291,7 @@ class TextData(NamedTuple):
 
 
 def open_text_data(
-    config: Any,
+    config: TextTaskConfig,
     tokenizer: PreTrainedTokenizerBase,
     mesh: Mesh,
     say: Callable[[str], None],
@@ -330,7 +330,7 @@ def open_text_data(
 
 
 def open_validation_prompts(
-    config: Any,
+    config: TextTaskConfig,
     tokenizer: PreTrainedTokenizerBase,
     vision: Vision | None,
     say: Callable[[str], None],

@@ -296,7 +296,7 @@ def _with_system(messages: Messages, system: object, where: str) -> Messages:
     return messages
 
 
-def as_text(content: Any) -> str:
+def as_text(content: str | list[JsonObject] | None) -> str:
     """The content of a message as people read it, with ``<image>`` in the place of an image."""
     parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
     return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)

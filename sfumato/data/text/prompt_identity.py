@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
@@ -13,8 +13,11 @@ from sfumato.data.media.kinds import File
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
 
+if TYPE_CHECKING:
+    from sfumato.config.rl import RLConfig
 
-def identify_text_prompts(config: Any, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
+
+def identify_text_prompts(config: RLConfig, prompts: list[TextPrompt], eval_prompts: list[TextPrompt]) -> Identity:
     """The identity of a task of RL of language models; see ``identify``. Prompts are compared by their tokens."""
 
     def digest(split: list[TextPrompt]) -> str:

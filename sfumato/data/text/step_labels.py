@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 
@@ -20,7 +20,7 @@ SEPARATORS = {"paragraph": "\n\n", "line": "\n"}
 
 
 def place_steps(
-    template: ChatTemplate, prompt: Messages, steps: list[Any], separator: str, where: str
+    template: ChatTemplate, prompt: Messages, steps: list[object], separator: str, where: str
 ) -> tuple[str, list[int]]:
     """Renders a conversation whose answer consists of steps, and finds where each step ends.
 
@@ -37,17 +37,17 @@ def place_steps(
     Raises:
         DataError: when there is no step, a step is empty or no text, or the template leaves a step out or changes it.
     """
-    if not steps or not all(isinstance(step, str) and step.strip() for step in steps):
+    texts = [step.strip() for step in steps if isinstance(step, str) and step.strip()]
+    if not steps or len(texts) < len(steps):
         raise DataError(f"{where}: the steps of an answer must be texts that are not empty, not {json.dumps(steps)}")
-    steps = [step.strip() for step in steps]
-    messages = [*prompt, {"role": "assistant", "content": separator.join(steps)}]
+    messages = [*prompt, {"role": "assistant", "content": separator.join(texts)}]
     text = template.render(messages, where, prompt=False)
     begin = template.render(prompt, where)
     # The prompt may repeat a step, so that the search begins after it. Where a template renders the prompt otherwise
     # once an answer follows, it begins at the last occurrence of the first step.
-    place = len(begin) if text.startswith(begin) else text.rfind(steps[0])
+    place = len(begin) if text.startswith(begin) else text.rfind(texts[0])
     places = []
-    for number, step in enumerate(steps, start=1):
+    for number, step in enumerate(texts, start=1):
         start = text.find(step, max(place, 0))
         if start < 0:
             raise DataError(f"{where}: the chat template leaves out step {number} of the answer, or changes it")

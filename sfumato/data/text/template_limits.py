@@ -229,7 +229,7 @@ class _Counted:
     def __init__(self, items: Any) -> None:
         self._items = items
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for item in self._items:
             _count()
             yield item
@@ -320,7 +320,7 @@ def _modulo(first: Any, second: Any) -> object:
     return first % second
 
 
-OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+OPERATORS: dict[str, Callable[[Any, Any], object]] = {
     "*": _multiply,
     "+": _add,
     "**": _power,
@@ -405,7 +405,7 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
     environment.binop_table = {**environment.binop_table, **OPERATORS}
 
 
-def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., object]:
+def _limited_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter that checks its arguments and its result."""
     # Jinja passes its context, environment or evaluation context to such filters as the first argument.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
@@ -417,7 +417,7 @@ def _limited_filter(name: str, function: Callable[..., Any]) -> Callable[..., ob
         subject = values[0] if values else None
         if name == "join" and not isinstance(subject, Undefined):
             separator = str(values[1] if len(values) > 1 else named.get("d", ""))
-            items = list(cast(Iterable[Any], subject))
+            items = list(cast(Iterable[object], subject))
             arguments = (*arguments[:first], items, *values[1:])
             _check_size(sum(len(item) for item in items if isinstance(item, str)) + len(separator) * len(items))
             measured(items)

@@ -9,11 +9,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from sfumato.algorithms.noise import keyed_permutation
+from sfumato.config.open_mappings import JsonObject
 from sfumato.data.files.bad_rows import BadRows
 from sfumato.data.files.mixing import Mixer, Order
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks
@@ -23,7 +24,7 @@ from sfumato.data.text.row_samples import SharedWork, samples_of
 from sfumato.data.text.token_store import TokenStore
 from sfumato.errors import DataError
 
-State = dict[str, Any]
+State = JsonObject
 """A run's position in its data, as values that JSON can hold: ``step``, and the ``samples`` and ``tokens`` used so far;
 a stream adds more."""
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TypeVar, cast
+from typing import BinaryIO, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -63,8 +63,13 @@ IMAGES = {"row_of": "<i8", "image_counts": "<i4", "image_shapes": "<i4"}
 """Further files where documents may have media: one value per sample, per document, and three per medium. The media
 themselves are not copied."""
 
-Watch = Callable[[Iterable[Any], int], Iterable[Any]]
-"""Wraps a loop, given its items and their number, such as for a progress bar."""
+Item = TypeVar("Item")
+
+
+class Watch(Protocol):
+    """Wraps a loop, given its items and their number, such as for a progress bar."""
+
+    def __call__(self, items: Iterable[Item], total: int, /) -> Iterable[Item]: ...
 
 
 class TokenStore:
