@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from sfumato.config.file_checks import file_problem, read_json_object
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import CheckpointError
 from sfumato.parallel.shards import Chunk
 from sfumato.tracking.atomic_folders import VALUES
@@ -364,7 +365,7 @@ class StoredCheckpoint:
                 "wrote whole tensors); to go on from its weights, set model.model_path to the run's hf_ckpt"
             )
         self.folder = folder
-        self.values: dict[str, Any] = read_state_values(folder / VALUES)
+        self.values: JsonObject = read_state_values(folder / VALUES)
         """Everything that is not a tensor, from ``state.json``."""
         self._metadata = read_metadata(folder / METADATA)
         self._reader = FileSystemReader(folder)

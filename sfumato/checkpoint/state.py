@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
 from sfumato.checkpoint.parts import StoredCheckpoint, TensorParts, parts_of_shard, whole_part
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import saved_shard
@@ -402,7 +403,7 @@ def optimizer_state(
 
 def new_optimizer_state(
     optimizer: torch.optim.Optimizer, shards: Shards, stored: StoredCheckpoint, section: str = "optimizer"
-) -> tuple[dict[Tensor, dict[str, Any]], TensorParts]:
+) -> tuple[dict[Tensor, dict[str, object]], TensorParts]:
     """Prepares the state that an optimiser gets from a checkpoint.
 
     Returns:
@@ -412,7 +413,7 @@ def new_optimizer_state(
     Raises:
         CheckpointError: when a tensor has not the shape of its parameter, and the parameter is cut over ranks here.
     """
-    fields: dict[Tensor, dict[str, Any]] = {}
+    fields: dict[Tensor, dict[str, object]] = {}
     parts: TensorParts = {}
     chunks = cache(lambda name: chunks_of(shards, name))
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
@@ -458,7 +459,7 @@ def random_state(device: torch.device) -> tuple[dict[str, Tensor], dict[str, obj
     return tensors, {"python": random.getstate(), "numpy": numbers}
 
 
-def restore_random(tensors: dict[str, Tensor], values: dict[str, Any], device: torch.device) -> None:
+def restore_random(tensors: dict[str, Tensor], values: JsonObject, device: torch.device) -> None:
     """Restores what ``random_state`` returned. Raises CheckpointError for a state that no generator can have."""
     try:
         torch.set_rng_state(tensors["torch"])

@@ -21,6 +21,8 @@ from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.text.policy import stop_tokens
 
 if TYPE_CHECKING:
+    from lm_eval.api.instance import Instance
+
     from sfumato.evaluation.texts import TextModel
     from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 
@@ -88,7 +90,7 @@ class HarnessModel(TemplateLM):
                 answers[index] = float(log_probs[-length:].sum()), bool(is_likeliest[-length:].all())
         return answers
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihoods of whole texts, in windows of the model's length, as the harness cuts them."""
         del disable_tqdm
         windows: list[tuple[Any, list[int], list[int]]] = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -31,7 +31,7 @@ class GenerationOptions:
     seed: int | None = None
     device: str = "auto"
     """auto takes a GPU where there is one."""
-    dtype: str | None = None
+    dtype: Literal["fp32", "bf16"] | None = None
     """Of folders of weights, fp32 or bf16: runs keep their own. None takes fp32 on CPUs, and bf16 on GPUs."""
     base: Path | None = None
     """Folder of the model that adapters belong to, where no run says so."""
@@ -72,7 +72,7 @@ class GenerationOptions:
                 option = OPTION_OF.get(name, name).replace("_", "-")
                 raise ConfigError(f"--{option} has no effect {why}: leave it out")
 
-    def dtype_on(self, device: torch.device) -> str:
+    def dtype_on(self, device: torch.device) -> Literal["fp32", "bf16"]:
         """The precision of folders of weights."""
         return self.dtype or ("bf16" if device.type == "cuda" else "fp32")
 

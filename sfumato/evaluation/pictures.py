@@ -399,7 +399,7 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
         else:
             section = ModelConfig(
                 model_path=str(architecture),
-                dtype=cast(Any, options.dtype_on(device)),
+                dtype=options.dtype_on(device),
                 max_sequence_length=options.max_sequence_length or 256,
             )
             can_edit = options.from_images and family_of(section).image_family is not None

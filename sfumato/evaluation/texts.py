@@ -427,7 +427,7 @@ def _load_folder(
     """A model of transformers' own folder."""
     sees = any((folder / name).is_file() for name in PROCESSORS)
     data_type = ImagePrompts() if sees else Prompts()
-    section = LanguageModelConfig(model_path=str(folder), dtype=cast(Any, options.dtype_on(device)), attention="sdpa")
+    section = LanguageModelConfig(model_path=str(folder), dtype=options.dtype_on(device), attention="sdpa")
     train = one_process(TextRLTrainConfig.model_validate({"output_dir": str(folder)}))
     model = build_language_model(section, train, frozen=True, data_type=data_type)
     model.parallelize(Mesh(Layout(), device), train)

@@ -12,10 +12,10 @@ B batch, H heads, S tokens, D features of a head; a *block* is what one ring ran
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -161,7 +161,7 @@ def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) 
     return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, block)) for block in blocks), tuple(tiles))
 
 
-def shard_embeddings(inputs: Mapping[str, Any], mesh: Mesh) -> Keywords:
+def shard_embeddings(inputs: Keywords, mesh: Mesh) -> Keywords:
     """This rank's part of the inputs of the language model inside a multimodal model, cut as by ``shard_sequence``.
 
     Args:

@@ -19,6 +19,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.parallel.attention import (
     Schedule,
@@ -104,14 +105,16 @@ class DiffusionSequence(SequenceState):
     ) -> tuple[tuple[object, ...], dict[str, object]]:
         # Arguments stay positional or by name, as another hook may expect them.
         names = [*signature.parameters][: len(args)]
-        values: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+        values: Keywords = {**dict(zip(names, args, strict=False)), **kwargs}
         for key, cut in cuts.items():
             value = values.get(key)
             if value is not None and not (cut.may_lack and value.ndim <= cut.dim):
                 values[key] = self._cut(f"{name}.{key}", value, cut)
         return (*(values[key] for key in names), *args[len(names) :]), {key: values[key] for key in kwargs}
 
-    def _cut_outputs(self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: object, output: Any) -> Any:
+    def _cut_outputs(
+        self, name: str, cuts: Mapping[int, Split], module: nn.Module, args: object, output: Any
+    ) -> object:
         parts = [output] if isinstance(output, Tensor) else list(output)
         for index, cut in cuts.items():
             parts[index] = self._cut(f"{name}.{index}", parts[index], cut)

@@ -174,7 +174,7 @@ def _noticed(initialisation: Initialisation) -> Iterator[None]:
             return drawn.mul_(std * math.sqrt(2)).add_(mean).clamp_(a, b)
 
     def noticing(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def call(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def call(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
             if tensor.is_meta:
                 initialisation.record(tensor, Operation(function.__name__, function))
             return function(tensor, *args, **kwargs)

@@ -7,7 +7,7 @@ V-shaped placement (arXiv 2401.10241).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
@@ -44,8 +44,6 @@ from sfumato.parallel.stages import (
 )
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
-
     from torch.distributed.pipelining import PipelineStage
     from torch.distributed.pipelining.schedules import _PipelineSchedule
     from transformers import PreTrainedModel
@@ -54,7 +52,7 @@ if TYPE_CHECKING:
 LogitsLoss = Callable[[Tensor, Batch], Tensor]
 """From the logits of a micro-batch and the padded micro-batch to its part of the loss."""
 
-StageArguments = Callable[[Batch, bool], dict[str, Any]]
+StageArguments = Callable[[Batch, bool], Keywords]
 """From a micro-batch, and whether it is for the first stage, to the arguments of a stage besides tokens or hidden
 states."""
 

@@ -39,7 +39,7 @@ class AutocastStage(PipelineStage):
         self._check_output = check_output
 
     def forward_one_chunk(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, fwd_chunk_id: int, args: tuple[Any, ...], kwargs: dict[str, object] | None = None, **more: Any
+        self, fwd_chunk_id: int, args: tuple[object, ...], kwargs: dict[str, object] | None = None, **more: Any
     ) -> Tensor:
         # torch would split keyword arguments over micro-batches along dimension 0, which in media counts images.
         kwargs = dict(self._arguments_of(fwd_chunk_id, self.is_first))

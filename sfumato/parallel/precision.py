@@ -70,7 +70,7 @@ def converts(forward: object) -> bool:
 
 def forward_converted(layer: nn.Module, *args: object, **kwargs: object) -> object:
     """The forward of a layer of ``compute_in``, which converts float32 weights for the time of the call."""
-    forward = cast("Callable[..., Any]", layer.unconverted_forward)
+    forward = cast("Callable[..., object]", layer.unconverted_forward)
     if not (torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu")):
         return forward(layer, *args, **kwargs)
     dtype = cast("torch.dtype", layer.converted_dtype)

@@ -9,7 +9,7 @@ sinks. Diffusion transformers: ``diffusion_sequence.py``.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 from torch.nn import functional
@@ -33,7 +33,7 @@ from sfumato.parallel.row_attention import CHANGES, OFF, UNKNOWN_TO, WINDOWS, Ro
 from sfumato.parallel.sequence_state import SequenceState
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = "sfumato_sequence_parallel"
 """Name of the attention in transformers' registries, and of the attribute by which attention modules find the state
@@ -105,7 +105,7 @@ class _LanguageSequence(SequenceState):
         self.module.register_forward_pre_hook(self._start, with_kwargs=True)
         self.module.register_forward_hook(self._finish)
 
-    def _check_config(self, config: Any) -> None:
+    def _check_config(self, config: PreTrainedConfig) -> None:
         if not hasattr(config, "num_attention_heads"):
             raise ConfigError(f"{self.name} has no attention, whose heads or keys ranks could share: {OFF}")
         check_heads(self.name, config.num_attention_heads // self.mesh.layout.tp, self.groups.ulysses_size)
@@ -124,7 +124,9 @@ class _LanguageSequence(SequenceState):
                 "set it to 0 in the model's config.json"
             )
 
-    def _cut(self, module: nn.Module, args: tuple[Any, ...], kwargs: Keywords) -> tuple[tuple[Any, ...], Keywords]:
+    def _cut(
+        self, module: nn.Module, args: tuple[object, ...], kwargs: Keywords
+    ) -> tuple[tuple[object, ...], Keywords]:
         """Hook before the language model inside a multimodal one: cuts its inputs, which hold images and text."""
         if args or kwargs.get("inputs_embeds") is None or kwargs.get("position_ids") is None:
             raise ConfigError(f"{self.name} is not given inputs_embeds and position_ids by name: {OFF}")

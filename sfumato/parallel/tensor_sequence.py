@@ -11,6 +11,9 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.tensor_styles import TensorRanks
 
+LayerOutput = Tensor | tuple[Tensor, *tuple[object, ...]]
+"""The hidden states ``[B, S, C]``, alone or as the first of several outputs."""
+
 
 class SharedSequence:
     """The length of the sequence in the current pass, and the hooks that cut and join it around the blocks."""
@@ -28,7 +31,7 @@ class SharedSequence:
         self.length = hidden.shape[1]
         return (styles.cut(hidden, 1, self.ranks), *args), kwargs
 
-    def leave(self, block: nn.Module, args: object, output: Any) -> Any:
+    def leave(self, block: nn.Module, args: object, output: LayerOutput) -> LayerOutput:
         """Hook after the last block: joins the parts of all ranks."""
         return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
 
@@ -40,7 +43,7 @@ class SequenceGroup(nn.Module):
     tp_sums: bool
     """Whether the group is partial: sums over ranks are done at its ends."""
 
-    def forward(self, *args: object, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: Any) -> LayerOutput:
         sequence = self.tp_sequence
         ranks = self.tp_sequence.ranks
         # Read in each block: when it is recomputed, other sequences may have passed since.
@@ -62,7 +65,7 @@ def _take_input(args: tuple[Any, ...], kwargs: Keywords) -> tuple[Tensor, tuple[
     return kwargs["hidden_states"], args, {name: value for name, value in kwargs.items() if name != "hidden_states"}
 
 
-def _on_output(change: Callable[[Tensor], Tensor], output: Any) -> Any:
+def _on_output(change: Callable[[Tensor], Tensor], output: LayerOutput) -> LayerOutput:
     """Changes the hidden states in a layer's output, which is a tensor or a tuple that begins with one."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 

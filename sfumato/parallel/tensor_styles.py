@@ -365,9 +365,10 @@ class Experts(Local):
         kwargs = {name: self._enter(value) for name, value in kwargs.items()}
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
-    def _enter(self, value: Any) -> Any:
-        is_float = isinstance(value, Tensor) and value.is_floating_point()
-        return copy(value, self.tp_ranks) if is_float else value
+    def _enter(self, value: object) -> object:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return copy(value, self.tp_ranks)
+        return value
 
 
 class AllReduced(nn.Module):

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -295,7 +295,7 @@ def build_on_meta(build: Callable[[], nn.Module], smallest: int = 0) -> nn.Modul
         if param is not None and not param.is_meta and param.numel() >= smallest:
             attributes = param.__dict__
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
-            cast("dict[str, Any]", param.__dict__).update(attributes)
+            vars(param).update(attributes)
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion.latents import embed_one_by_one, padded
 from sfumato.models.diffusion.waveform_latents import WaveformLatents
 
@@ -45,7 +46,7 @@ class ACEStepText(WaveformLatents):
         ``max_sequence_length``, for the timbre."""
         return embed_one_by_one(prompts, lambda prompt: padded(self._embed_one(prompt), self.max_sequence_length + 1))
 
-    def _arguments(self, prompt: str) -> dict[str, Any]:
+    def _arguments(self, prompt: str) -> Keywords:
         """What the pipeline is called with for a prompt."""
         caption, lyrics = _split_at(LYRICS_HEADING, prompt)
         caption, language = _split_at(LANGUAGE_HEADING, caption)

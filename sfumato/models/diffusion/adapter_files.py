@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -51,7 +51,7 @@ def scale_of(adapter: LoraConfig) -> float:
 
 
 def save_for_diffusers(
-    pipeline: DiffusionPipeline, name: str, folder: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, Any]
+    pipeline: DiffusionPipeline, name: str, folder: Path, layers: Mapping[str, Tensor], metadata: Mapping[str, object]
 ) -> None:
     """Writes adapters to ``ADAPTER_FILE`` as diffusers' ``load_lora_weights`` reads them.
 
@@ -80,11 +80,11 @@ def save_for_diffusers(
     )
 
 
-def load_from_diffusers(pipeline: Any, folder: Path) -> None:
+def load_from_diffusers(pipeline: DiffusionPipeline, folder: Path) -> None:
     """Gives a pipeline the adapters of a folder that ``save_for_diffusers`` wrote, in place of those that it has.
 
     Args:
-        pipeline: a DiffusionPipeline.
+        pipeline: of the model that is to have them.
         folder: the adapter of a second transformer lies in the folder ``transformer_2`` in it.
     """
     unload_adapters(pipeline)
@@ -97,8 +97,8 @@ def load_from_diffusers(pipeline: Any, folder: Path) -> None:
         pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
 
 
-def unload_adapters(pipeline: Any) -> None:
-    """Removes the adapters of a DiffusionPipeline."""
+def unload_adapters(pipeline: DiffusionPipeline) -> None:
+    """Removes the adapters of a pipeline."""
     if hasattr(pipeline, "unload_lora_weights"):
         pipeline.unload_lora_weights()
     else:

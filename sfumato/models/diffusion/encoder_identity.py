@@ -62,7 +62,7 @@ def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
     )
 
 
-def _describe_module(module: nn.Module) -> list[Any]:
+def _describe_module(module: nn.Module) -> list[object]:
     """Configuration, names of tensors and their digests, as values that JSON takes."""
     config: Any = getattr(module, "config", None)
     settings = config.to_dict() if hasattr(config, "to_dict") else dict(config or {})
@@ -72,7 +72,7 @@ def _describe_module(module: nn.Module) -> list[Any]:
         return [settings, [*tensors], [*pool.map(_digest_tensor, tensors.values())]]
 
 
-def _describe_processor(part: Any) -> list[Any]:
+def _describe_processor(part: Any) -> list[object]:
     """Class and contents of a tokenizer or image processor, as values that JSON takes."""
     backend = getattr(part, "backend_tokenizer", None)
     if backend is not None:

@@ -9,13 +9,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion.latents import QwenLatents, num_tokens
 from sfumato.models.diffusion.schedulers import dynamic_shift
+
+if TYPE_CHECKING:
+    from sfumato.models.diffusion.base import DiffusersModule
 
 SLOT = 4
 """Tokens of an image for each place that the text encoder has for it."""
@@ -51,7 +54,9 @@ class QwenImage21Latents(QwenLatents):
         return decoded[:, :3] * alpha + (1 - alpha)  # white is 1
 
 
-def count_segments(network: Any, prompts: Tensor, tokens: Tensor, time: Tensor, lengths: list[int]) -> Tensor:
+def count_segments(
+    network: DiffusersModule, prompts: Tensor, tokens: Tensor, time: Tensor, lengths: list[int]
+) -> Tensor:
     """What the network computes, for counts of memory and operations: it finds the places of tokens by values.
 
     Args:

@@ -29,8 +29,8 @@ class SelectEverything(TorchFunctionMode):
         func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is torch.Tensor.__bool__:
             return True
         if func is torch.Tensor.__getitem__:
@@ -61,8 +61,8 @@ class ShareRowsEvenly(TorchFunctionMode):
         func: Callable[..., Any],
         types: Iterable[type],
         args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
             tensor, index, *values = args
             args = (tensor, self._rows_of(index, len(tensor)), *values)

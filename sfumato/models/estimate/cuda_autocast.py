@@ -8,13 +8,16 @@ same rules are given to its autocast of CPUs for as long as something is counted
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 IN_FLOAT32 = (  # noqa: SIM905 - a list of strings would be one line each
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar "
@@ -63,13 +66,13 @@ def _registered() -> Iterator[None]:
         library._destroy()
 
 
-def _in_float32(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> object:
+def _in_float32(operation: Callable[..., object], *args: object, **kwargs: object) -> object:
     with _without_autocast():
         args, kwargs = tree_map_only(Tensor, _widen, (args, kwargs))
         return operation(*args, **kwargs)
 
 
-def _to_float32(operation: Any, *args: Any, **kwargs: Any) -> Any:
+def _to_float32(operation: OpOverload, *args: object, **kwargs: object) -> object:
     with _without_autocast():
         is_low = isinstance(args[0], Tensor) and args[0].dtype in LOW_PRECISION
         names = [argument.name for argument in operation._schema.arguments]
@@ -83,6 +86,6 @@ def _widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
-def _without_autocast() -> Any:
+def _without_autocast() -> AbstractContextManager[object]:
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
     return torch._C._ExcludeDispatchKeyGuard(keys)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.frozen_parts import EMBED_BATCH
 from sfumato.models.estimate.peak_memory import peak_bytes
@@ -41,13 +42,13 @@ def encoding_bytes(model: DiffusionModel, size: tuple[int, int]) -> int:
     """
     shapes = model.embedding_shapes(*size)
     longest = max((shape[0] for shape, _ in shapes.values() if len(shape) == 2), default=1)
-    parts: list[Any] = [model.components[name] for name in model.encoder_names if name in model.components]
+    parts = [model.components[name] for name in model.encoder_names if name in model.components]
     # those of diffusers embed a number, such as the length of a sound, and take next to nothing
     parts = [part for part in parts if hasattr(part.config, "get_text_config")]
     return max((peak_bytes(partial(_encode, part, longest, model.max_sequence_length)) for part in parts), default=0)
 
 
-def _encode(part: Any, length: int, prompt_length: int) -> Any:
+def _encode(part: Any, length: int, prompt_length: int) -> object:
     """Runs an encoder on prompts of the greatest length; a language model reads them one by one.
 
     Args:
@@ -65,7 +66,7 @@ def _encode(part: Any, length: int, prompt_length: int) -> Any:
         decoder = part.get_decoder() if hasattr(part, "lm_head") else part
         masks = dict.fromkeys(("full_attention", "sliding_attention"))
         kinds = {config.model_type, config.get_text_config().model_type}
-        masked: dict[str, Any] = {"attention_mask": masks} if kinds & TAKE_MASKS else {}
+        masked: Keywords = {"attention_mask": masks} if kinds & TAKE_MASKS else {}
         if "qwen3_vl" in kinds:
             # in positions of one dimension transformers looks for packed sequences, which cannot be seen on meta
             masked["position_ids"] = torch.empty(3, *embedded.shape[:2], dtype=torch.int64, device="meta")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import Tensor
@@ -217,7 +217,7 @@ class _Files:
         assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), f"{name} is not as it was laid out"
         file, position = self._places[name]
         file.seek(position)
-        file.write(cast("Any", tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy()))
+        file.write(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
     def __enter__(self) -> _Files:
         return self
