@@ -10,17 +10,15 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import ClassVar, Literal, Protocol, TypeVar
 
 import numpy as np
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
 from sfumato.tracking.waveforms import VideoWithSound, Waveform, spectrum_picture
-
-if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
 
 Result = TypeVar("Result")
 
@@ -70,7 +68,7 @@ class Sample:
     """The image that was edited or animated, uint8 [H, W, 3]; None where there was none."""
     images: PromptImages | None = None
     """The images that stand in the prompt of a language model; None without, and on a reward server."""
-    metadata: dict[str, Any] = dataclasses.field(default_factory=dict)
+    metadata: JsonObject = dataclasses.field(default_factory=dict)
     """The other columns of the prompt's row in the data file, such as ``target``."""
     group_id: int
     """Samples of the same prompt in the same step share this number."""

@@ -117,7 +117,7 @@ class FunctionReward(Reward):
         """What the async function returns for each sample, ``concurrency`` at a time; a Failure where it raised."""
         free = asyncio.Semaphore(self.concurrency)
 
-        async def score_one(sample: Sample) -> Any:
+        async def score_one(sample: Sample) -> object:
             async with free:
                 limit = asyncio.timeout(self.timeout_s)
                 try:

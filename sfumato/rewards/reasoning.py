@@ -10,7 +10,7 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sfumato.errors import DataError, MissingDependencyError
 from sfumato.rewards.answers import Extraction, column_of, extract_answer, text_of
@@ -154,9 +154,10 @@ verifier = Verifier()
 os.register_at_fork(after_in_child=verifier.forget)
 
 
-def _check_score(value: Any) -> float | str:
-    is_score = isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1
-    return float(value) if is_score else f"its verifier gave {value!r}, which is no score from 0 to 1"
+def _check_score(value: object) -> float | str:
+    if isinstance(value, (int, float)) and math.isfinite(value) and 0 <= value <= 1:
+        return float(value)
+    return f"its verifier gave {value!r}, which is no score from 0 to 1"
 
 
 @functools.cache

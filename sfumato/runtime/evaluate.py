@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -28,6 +28,7 @@ from sfumato.tracking.samples import SampleRecord, save_samples_and_grids
 
 if TYPE_CHECKING:
     from sfumato.algorithms.advantages import Advantages
+    from sfumato.models.policies import PolicyModel
 
 
 def evaluate(
@@ -153,7 +154,7 @@ def control_of(
     )
 
 
-def _finished_steps(actor: Actor[Any]) -> int:
+def _finished_steps(actor: Actor[PolicyModel]) -> int:
     """Runs in the actor."""
     return actor.updates
 
@@ -213,7 +214,7 @@ def _score(scorer: Scorer, samples: list[Sample], start: int, stop: int) -> Scor
 
 
 def _save_samples(
-    actor: Actor[Any],
+    actor: Actor[PolicyModel],
     part: tuple[list[list[Sample]], list[Scores], RankBatch | None],
     scores: Scores | None,
     advantages: Advantages | None,

@@ -24,7 +24,7 @@ from sfumato.tracking.timeline import Event
 
 ACTOR, SAMPLER, SCORER = "actor", "sampler", "scorer"
 
-Build = Callable[[Any, Mesh, Any], Any]
+Build = Callable[[Any, Mesh, Any], object]
 """Builds a role's state from ``(config, mesh, run)``, in one of the role's processes. The mesh is the role's; the run
 has ``say``, ``timed`` and ``stop_requested``."""
 
@@ -196,7 +196,9 @@ class LocalRole:
         self.data_ranks = range(data_rank, data_rank + 1)
         self.num_data_ranks = num_data_ranks
         self._record = record or Record()
-        self._local: Any = SimpleNamespace(rank=data_rank)  # its ``rank`` is the row of the timeline
+        self._local: SimpleNamespace | threading.local = SimpleNamespace(
+            rank=data_rank
+        )  # its ``rank`` is the row of the timeline
 
     def call(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """Runs the function now."""
@@ -204,7 +206,7 @@ class LocalRole:
 
     call_concurrently = submit = call
 
-    def _run(self, function: Callable[..., object], args: Sequence[object], label: Label, kind: str) -> Any:
+    def _run(self, function: Callable[..., object], args: Sequence[object], label: Label, kind: str) -> object:
         """Runs a call, with handles replaced by their values, and records it."""
         started = time.time()
         try:
@@ -344,7 +346,7 @@ class Roles:
         self.close()
 
     @contextmanager
-    def rescuing(self, save: Callable[[Any], Any]) -> Iterator[None]:
+    def rescuing(self, save: Callable[[Any], object]) -> Iterator[None]:
         """Inside the block, when rewards, scorers or samplers fail for good, or the run is stopped while one of them is
         replaced, ``save`` is called on the actor before the error is raised, so that its finished work is not lost."""
         try:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.errors import RoleLostError
 from sfumato.runtime.roles import Future, Roles, labelled
+
+if TYPE_CHECKING:
+    from sfumato.runtime.states import Actor, Sampler
 
 
 class SamplerWeights:
@@ -141,6 +144,6 @@ class SamplerWeights:
         self.is_samplers_turn = not self.takes_turns
 
 
-def rest(state: Any) -> None:
+def rest(state: Actor | Sampler) -> None:
     """Runs in a role's processes: frees the device for another role."""
     state.rest()

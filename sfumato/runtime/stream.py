@@ -35,7 +35,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from sfumato.config.rl import RLConfig
 from sfumato.errors import RoleLostError, ValuesLostError
@@ -59,6 +59,8 @@ if TYPE_CHECKING:
     from sfumato.rewards.base import Sample
     from sfumato.rollout.batch import Rollout
     from sfumato.runtime.roles import Future
+
+Result = TypeVar("Result")
 
 
 class RolloutStream:
@@ -203,7 +205,7 @@ class RolloutStream:
         self.weights.actor_version = version
         self._listen()
 
-    def by_newest_weights(self, draw: Callable[[], object]) -> Any:
+    def by_newest_weights(self, draw: Callable[[], Result]) -> Result:
         """Has a sampler of its own draw by the actor's current weights, as an evaluation does.
 
         Args:
@@ -216,7 +218,7 @@ class RolloutStream:
             WeightSyncError, RoleLostError, ConfigError: as ``steps``.
         """
         version = self.weights.actor_version
-        drawn = ()  # the result in a tuple, so that any result can be told from none
+        drawn: tuple[()] | tuple[Result] = ()  # in a tuple, so that any result can be told from none
         # With staleness 1 the next iteration is drawn by the version before the current one: it must be begun before
         # the sampler takes the current weights.
         first_step = min(version + 1, self.total_steps) if self.max_staleness == 1 and version else 0

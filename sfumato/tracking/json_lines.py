@@ -138,7 +138,7 @@ def read_jsonl(path: Path) -> list[JsonObject]:
     return [record for _, record in _parse_lines(Path(path))]
 
 
-def series_of(records: Sequence[Mapping[str, Any]]) -> Series:
+def series_of(records: Sequence[JsonObject]) -> Series:
     """The metrics of records, by name and step; of several records of a step the last counts."""
     series: Series = {}
     for record in records:

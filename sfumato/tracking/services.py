@@ -12,8 +12,9 @@ import math
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ class _LoggedRun:
 
     _run: Any
     """The service's run."""
-    _image: Any
+    _image: Callable[[np.ndarray], object]
     """The service's class that wraps an array as an image."""
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
@@ -164,7 +165,7 @@ def missing(name: str) -> MissingDependencyError:
     )
 
 
-def _import(name: str) -> Any:
+def _import(name: str) -> ModuleType:
     """The module of a service. Raises MissingDependencyError when it is not installed."""
     try:
         return importlib.import_module(name)

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from sfumato.config.base import Section
 from sfumato.config.load import parse_config
@@ -20,8 +20,10 @@ from sfumato.tracking.folder import read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run
 
+ConfigT = TypeVar("ConfigT", bound=Section)
 
-def run_task(main: Callable[[Any], None], schema: type[Section]) -> None:
+
+def run_task(main: Callable[[ConfigT], None], schema: type[ConfigT]) -> None:
     """Parses the command line, runs a task, and turns errors into messages and exit codes.
 
     An error that is the user's mistake prints its message alone; any other prints its stack trace.
@@ -70,7 +72,7 @@ def report_ending(ending: Ending) -> None:
         print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 
 
-def run_again_when_lost(main: Callable[[object], None], config: Any) -> None:
+def run_again_when_lost(main: Callable[[Any], None], config: Any) -> None:
     """Runs a task; if its actor or all of Ray is lost, runs it again from the newest checkpoint, as a resume does.
 
     Args:

@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Generic, TypeVar
 
 from sfumato.serving.outgoing import (
     AttemptError,
@@ -51,14 +51,14 @@ class _Server:
 
 
 @dataclass
-class _Request:
+class _Request(Generic[AnswerT]):
     """One request on its way through its attempts."""
 
     method: str
     path: str
     body: bytes
     headers: dict[str, str]
-    parse: Callable[[bytes], Any]
+    parse: Callable[[bytes], AnswerT]
     deadline: float
     started: float = field(default_factory=time.monotonic)
     first_failure: float | None = None
@@ -145,7 +145,7 @@ class HttpCaller:
         """Like ``post``, without a body."""
         return self._send_until_answered(_Request("GET", path, b"", {}, parse, deadline))
 
-    def _send_until_answered(self, request: _Request) -> Any:
+    def _send_until_answered(self, request: _Request[AnswerT]) -> AnswerT:
         while True:
             server = self._take_server(request)
             try:
@@ -156,7 +156,7 @@ class HttpCaller:
                 with self._lock:
                     server.outstanding -= 1
 
-    def _attempt(self, server: _Server, request: _Request) -> object:
+    def _attempt(self, server: _Server, request: _Request[AnswerT]) -> AnswerT:
         limits = Limits(
             deadline=min(time.monotonic() + self._request_timeout_s, request.deadline),
             max_response_bytes=MAX_RESPONSE_BYTES,

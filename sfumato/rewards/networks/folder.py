@@ -23,6 +23,7 @@ from sfumato.rewards import base
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -92,7 +93,11 @@ def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
 
 
 def load_model(
-    auto_class: Any, folder: Path, dtype: torch.dtype, device: torch.device, **options: Any
+    auto_class: type[_BaseAutoModelClass] | type[PreTrainedModel],
+    folder: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    **options: Any,
 ) -> PreTrainedModel:
     """A transformers model of a folder with safetensors files, frozen and in evaluation mode.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ def resampled(sound: Waveform, rate: int) -> np.ndarray:
     return require_soxr().resample(mono, sound.rate, rate).astype(np.float32)
 
 
-def require_soxr() -> Any:
+def require_soxr() -> ModuleType:
     """The package soxr. Raises MissingDependencyError when it is not installed."""
     try:
         import soxr

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,6 +13,9 @@ from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.folder import assign_tensors
+
+if TYPE_CHECKING:
+    from transformers import BatchEncoding, Qwen2VLModel
 
 INSTRUCTION_FILE = "instruction.txt"
 PROMPT_FIELD = "{text_prompt}"
@@ -87,7 +90,7 @@ def format_chat(vision: str, question: str) -> str:
     )
 
 
-def hidden_states(model: Any, tokens: Any, features: Any, placeholder: int) -> torch.Tensor:
+def hidden_states(model: Qwen2VLModel, tokens: BatchEncoding, features: Any, placeholder: int) -> torch.Tensor:
     """Hidden states of the last layer, ``[B, L, D]``.
 
     Args:

@@ -12,7 +12,7 @@ import pickle
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
 from sfumato.tracking.waveforms import Waveform
+
+if TYPE_CHECKING:
+    from sfumato.rewards.scoring.calls import Checked
 
 
 def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[str]]:
@@ -163,21 +166,21 @@ def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
 
     Python cannot stop a thread, so a call that hangs is left behind; as a daemon it does not keep the process alive.
     """
-    outcome: dict[str, Any] = {}
+    ended: list[Checked | UserError] = []
     copies = [sample.copy() for sample in samples]  # it may write into them, also when it has been left behind
 
     def run() -> None:
         try:
-            outcome["values"] = score_batch(reward, copies)
+            ended.append(score_batch(reward, copies))
         except UserError as error:
-            outcome["error"] = error
+            ended.append(error)
 
     thread = threading.Thread(target=run, name=f"reward-{reward.label}", daemon=True)
     timeout_s = reward.call_timeout_s(len(samples))
     thread.start()
     thread.join(timeout_s)
-    if not outcome:
+    if not ended:
         return Outcome(failed(f"{TIMED_OUT} after {timeout_s:g} s", len(samples)), is_lost=True)
-    if "error" in outcome:
-        raise outcome["error"]
-    return Outcome(outcome["values"])
+    if isinstance(ended[0], UserError):
+        raise ended[0]
+    return Outcome(ended[0])

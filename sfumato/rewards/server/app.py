@@ -30,6 +30,7 @@ from pydantic import Field, model_validator
 import sfumato
 from sfumato.config.base import Section, Variant
 from sfumato.config.characters import printable
+from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.http import wire
@@ -275,7 +276,7 @@ def _fingerprint(reward: Reward) -> str:
 
     Fields that do not change a value are left out: the weight and the like are the client's.
     """
-    fields = cast("dict[str, Any]", Variant("sfumato.rewards").dump(reward) or {})  # a mapping, since not ``short``
+    fields = cast("JsonObject", Variant("sfumato.rewards").dump(reward) or {})  # a mapping, since not ``short``
     settings = {
         name: value
         for name, value in fields.items()

@@ -18,7 +18,7 @@ import socket
 import time
 import weakref
 from collections.abc import AsyncIterator, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import MissingDependencyError
@@ -44,7 +44,7 @@ MAX_VALUES = 2**20
 BODY_S = 60.0
 """How long a body may take to arrive, however fast."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "stop": ([], ""),

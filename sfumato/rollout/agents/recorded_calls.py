@@ -13,7 +13,7 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
@@ -30,7 +30,7 @@ from sfumato.rollout.text.tokens import FinishReason, TokenSequence
 from sfumato.rollout.text.turn_tokens import end_token, tokens_between
 
 if TYPE_CHECKING:
-    _ComparableMessage = tuple[str | None, Any, list[tuple[str | None, str]]]
+    _ComparableMessage = tuple[str | None, object, list[tuple[str | None, str]]]
 
 
 class RefusedCallError(Exception):

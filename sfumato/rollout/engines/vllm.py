@@ -10,7 +10,7 @@ import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, cast
+from typing import TYPE_CHECKING, ClassVar, Literal, cast
 
 from torch import nn
 
@@ -26,6 +26,9 @@ from sfumato.rollout.engines.served.vllm_images import RenderedImages, limits_of
 from sfumato.rollout.engines.served.vllm_in_process import InProcessCalls, missing_vllm
 from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
 from sfumato.rollout.engines.served_settings import ServedSettings
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 COLDEST = 0.01
 """vLLM raises lower temperatures than this to it."""
@@ -251,7 +254,7 @@ class VllmSettings(ServedSettings):
         }
         return {name: value for name, value in options.items() if value is not None}
 
-    def _arguments(self, options: Mapping[str, Any]) -> list[str]:
+    def _arguments(self, options: JsonObject) -> list[str]:
         """Arguments of ``vllm serve``: the model first, then options, then those of the configuration."""
         arguments = [options["model"]]
         for name, value in options.items():
@@ -270,7 +273,7 @@ def max_rank(template: nn.Module) -> int:
     Raises:
         ConfigError: when vLLM does not support such adapters.
     """
-    configurations: Mapping[str, Any] = getattr(template, "peft_config", {})
+    configurations: Mapping[str, LoraConfig] = getattr(template, "peft_config", {})
     (config,) = configurations.values()
     if config.use_dora or config.target_parameters:
         feature = "DoRA" if config.use_dora else "adapters of expert weights (target_parameters)"

@@ -6,7 +6,7 @@ import math
 import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
@@ -105,7 +105,7 @@ class Agent(ChatAgent):
         return await call_own(import_function(self.path), prompt, timeout_s=None, **named)
 
 
-def _read(result: Any) -> tuple[str | None, dict[str, object], str]:
+def _read(result: object) -> tuple[str | None, dict[str, object], str]:
     """Reads what an agent returned.
 
     Returns:
@@ -124,7 +124,6 @@ def _read(result: Any) -> tuple[str | None, dict[str, object], str]:
         return None, {}, f"the agent returned a text of type {type(text).__name__}"
     if result is None:
         return text, metadata, ""
-    is_number = isinstance(result, numbers.Real) and not isinstance(result, bool)
-    if not is_number or not math.isfinite(float(result)):
+    if not isinstance(result, numbers.Real) or isinstance(result, bool) or not math.isfinite(float(result)):
         return None, {}, f"the agent returned {result!r:.100} as its reward, which is no finite number"
     return text, {**metadata, "environment_reward": float(result)}, ""

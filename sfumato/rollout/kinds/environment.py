@@ -202,7 +202,7 @@ class _Play:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
         return cut(observation, self.kind.max_output_chars)
 
-    async def _call(self, function: Callable[..., object], *args: object, **named: object) -> Any:
+    async def _call(self, function: Callable[..., object], *args: object, **named: object) -> object:
         """Calls the user's code, with the timeout. Its errors become _EnvironmentError, but for UserError."""
         try:
             return await call_own(function, *args, timeout_s=self.kind.timeout_s, **named)

@@ -48,7 +48,7 @@ class Shipped:
     pickled: bytes
 
 
-class Functions(weakref.WeakKeyDictionary[Any, Shipped]):
+class Functions(weakref.WeakKeyDictionary[Callable[..., object], Shipped]):
     """Pickles of functions, each made once."""
 
     def ship(self, function: Callable[..., object], *, of_worker: bool = False) -> Shipped:
@@ -72,7 +72,7 @@ class RolePlan:
     name: str
     build: Build
     """Builds the state from ``(config, mesh, run)``, in each process."""
-    config: Any
+    config: object
     """The configuration that ``build`` gets."""
     train: TrainConfig
     """The ``TrainConfig`` that says how the processes share the work, and on which device."""

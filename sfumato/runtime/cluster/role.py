@@ -290,8 +290,8 @@ class RayRole:
 
     def _issue(
         self,
-        function: Callable[..., Any],
-        args: dict[int, tuple[Any, ...]],
+        function: Callable[..., object],
+        args: Mapping[int, tuple[object, ...]],
         *,
         kept_handles: Mapping[int, list[RayHandle]] = MappingProxyType({}),
         shippers: Collection[int] = (0,),

@@ -193,8 +193,8 @@ class RoleWorker:
         ships: bool,
         stop: bool,
         num_heard: int,
-        *values: Any,
-    ) -> Any:
+        *values: Packed,
+    ) -> object:
         """Runs a function on the state.
 
         Args:
@@ -288,7 +288,7 @@ class OnState:
 
     function: Callable[..., object]
 
-    def __call__(self, worker: RoleWorker, *args: object) -> Any:
+    def __call__(self, worker: RoleWorker, *args: object) -> object:
         return self.function(worker.state, *args)
 
 

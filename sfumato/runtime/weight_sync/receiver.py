@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from typing import Any, ClassVar, Protocol, cast
+from typing import ClassVar, Protocol, TypeVar, cast
 
 import torch
 from torch import nn
@@ -365,7 +365,10 @@ def _rescore_all(end: ReceivingEnd, tokens: torch.Tensor) -> list[torch.Tensor]:
     return [scored for scored in _gathered(end, log_probs, failure, "score the fixed tokens") if scored is not None]
 
 
-def _gathered(end: ReceivingEnd, value: Any, failure: Exception | None, doing: str) -> list[Any]:
+Value = TypeVar("Value")
+
+
+def _gathered(end: ReceivingEnd, value: Value, failure: Exception | None, doing: str) -> list[Value]:
     """Gathers a value of every rank before any rank raises: one that left alone would keep the others waiting.
 
     Args:

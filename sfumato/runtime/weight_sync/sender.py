@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -17,6 +17,9 @@ from sfumato.runtime.weight_sync.buckets import Bucket, Source, plan_buckets
 from sfumato.runtime.weight_sync.checksum import NAMED, Spec, add_up, local_checksums
 from sfumato.runtime.weight_sync.places import Place, places_of
 from sfumato.runtime.weight_sync.transports import Ends, Sending, Settings, choose, sending_side
+
+if TYPE_CHECKING:
+    from sfumato.runtime.weight_sync.receiver import ReceivingState
 
 
 class SendingState(Protocol):
@@ -149,7 +152,7 @@ def send(
     everything: bool,
     tokens: torch.Tensor | None = None,
     is_measured: bool = False,
-) -> tuple[Sent, Any]:
+) -> tuple[Sent, object]:
     """Sends the trainable parameters. Runs in every process of the actor.
 
     Args:
@@ -210,7 +213,7 @@ def abort_sending(state: SendingState) -> None:
         sender.transport.abort()
 
 
-def close_way(state: Any) -> None:
+def close_way(state: SendingState | ReceivingState) -> None:
     """Closes this process's end of the connection, if it is open; a version that was not applied is dropped."""
     end = getattr(state, "sync", None)
     if end is not None:

@@ -10,7 +10,7 @@ import logging
 import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from sfumato import rollout
 from sfumato.errors import ConfigError
@@ -236,7 +236,7 @@ class ServerCalls:
             ) from error
         return int(base["max_model_len"])
 
-    async def render(self, images: Sequence[bytes]) -> Any:
+    async def render(self, images: Sequence[bytes]) -> object:
         """The answer of vLLM's processor for PNG files; ``NOT_SENT`` as ``ask_async``."""
         return await self.http.ask_async("POST", "/v1/chat/completions/render", render_request(images))
 

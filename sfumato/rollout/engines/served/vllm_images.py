@@ -46,10 +46,10 @@ class RenderedImages:
         self.reader = reader
         self._render = render
         # By id of the ``Images``, which the entry keeps alive so that no other object gets the same id.
-        self._rendered_features: dict[int, tuple[Images, Any]] = {}
-        self._under_way: dict[int, asyncio.Task[Any]] = {}
+        self._rendered_features: dict[int, tuple[Images, object]] = {}
+        self._under_way: dict[int, asyncio.Task[object]] = {}
 
-    async def of(self, prompt_ids: Sequence[int], images: Images) -> Any:
+    async def of(self, prompt_ids: Sequence[int], images: Images) -> object:
         """The features of the images in ``prompt_ids``; ``NOT_SENT`` when all requests were ended meanwhile.
 
         Raises:
@@ -64,7 +64,7 @@ class RenderedImages:
             task.add_done_callback(lambda _: self._under_way.pop(id(images)))
         return await asyncio.shield(self._under_way[id(images)])  # others wait for it if this caller is cancelled
 
-    async def _rendered(self, prompt_ids: Sequence[int], images: Images) -> Any:
+    async def _rendered(self, prompt_ids: Sequence[int], images: Images) -> object:
         answer = await self._render(self._scaled(images))
         if answer is NOT_SENT:
             return NOT_SENT

@@ -13,7 +13,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rollout.engines.base import EngineError
@@ -25,6 +25,8 @@ from sfumato.rollout.engines.served.server_process import OwnerProcess
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
 
 LOGGER = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 EXTENSION = "sfumato.rollout.inside_vllm.VllmWorkerExtension"
 
@@ -234,7 +236,7 @@ class InProcessCalls:
         if folder is not None:
             folder.remove()
 
-    async def _until_late(self, work: Coroutine[object, object, object]) -> Any:
+    async def _until_late(self, work: Coroutine[object, object, Result]) -> Result:
         """Awaits a completion. Raises EngineError at its deadline."""
         with self._deadlines.begin() as deadline:
             task = asyncio.ensure_future(work)
@@ -247,15 +249,15 @@ class InProcessCalls:
             finally:
                 task.cancel()
 
-    def _begin(self, work: Coroutine[object, object, object], timeout_s: float | None) -> Future[Any]:
+    def _begin(self, work: Coroutine[object, object, Result], timeout_s: float | None) -> Future[Result]:
         """Starts a coroutine in the event loop of vLLM's thread."""
         return asyncio.run_coroutine_threadsafe(self._await_llm(work, timeout_s), self._loop)
 
-    def _run(self, work: Coroutine[object, object, object], timeout_s: float | None = None) -> Any:
+    def _run(self, work: Coroutine[object, object, Result], timeout_s: float | None = None) -> Result:
         """Runs a coroutine in the event loop of vLLM's thread and waits for its result."""
         return self._begin(work, timeout_s or self.timeout_s).result()
 
-    async def _await_llm(self, work: Coroutine[object, object, object], timeout_s: float | None) -> Any:
+    async def _await_llm(self, work: Coroutine[object, object, Result], timeout_s: float | None) -> Result:
         """Awaits a call of vLLM; whatever it raises, or a timeout, becomes an EngineError."""
         try:
             return await asyncio.wait_for(work, timeout_s)

@@ -37,7 +37,7 @@ NUM_SLOTS = 2
 DEVICE = 6
 """Index of the argument of torch's rebuild_cuda_tensor that is the GPU's number, which differs between processes."""
 
-Handle = str | tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
+Handle = str | tuple[Callable[..., torch.Tensor], tuple[object, ...]]
 """Path of a mapped file, or what torch.multiprocessing's ``reduce_tensor`` returns for a tensor on a GPU."""
 
 
