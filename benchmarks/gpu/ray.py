@@ -61,9 +61,9 @@ def measure(setting: Setting, offloaded: bool) -> dict[str, Any]:
     process = subprocess.run(command, cwd=ROOT, env=environment, timeout=limit, check=False)
     run = folder / "run"
     lines = [line for line in read_jsonl(run / "metrics.jsonl") if line["step"] > 0] if run.exists() else []
-    left = wait_for_end(mark)
+    remaining = wait_for_end(mark)
     values: dict[str, Any] = {"steps": len(lines), "exit_code": process.returncode}
-    values |= {"processes_left": len(left), "left": left}
+    values |= {"processes_left": len(remaining), "left": remaining}
     if not lines:
         return values
     events = [line for line in read_jsonl(run / "timeline.jsonl") if line["kind"] == "sync" and line["step"] > 1]

@@ -75,11 +75,11 @@ def cells(setting: Setting) -> dict[str, Cell]:
     steps, modes = ("2 steps", "9 steps"), ("compile", "eager")
     grid = [(mode, step, "jpeg") for step, mode in itertools.product(steps, modes)]
     grid += [(mode, step, reward) for mode in modes for step in steps for reward in REWARDS if reward != "jpeg"]
-    kept = [("eager", "2 steps", "jpeg"), ("eager", "9 steps", "ocr processes")]
+    tiny_choices = [("eager", "2 steps", "jpeg"), ("eager", "9 steps", "ocr processes")]
     return {
-        "/".join(choice): lambda given, choice=choice: measure(given, *choice)
+        "/".join(choice): lambda cell_setting, choice=choice: measure(cell_setting, *choice)
         for choice in grid
-        if not setting.tiny or choice in kept
+        if not setting.tiny or choice in tiny_choices
     }
 
 
@@ -99,12 +99,12 @@ def measure(setting: Setting, mode: str, trained: str, reward: str) -> dict[str,
 
     sizes = setting.size((8, 4), (2,)) if trained == "2 steps" else (1,)
     steps = largest_that_fits(sizes, measured)
-    found = steps.rates("images")
+    rates = steps.rates("images")
     phases = {f"{phase}_s": steps.mean(f"time/{phase}_s") for phase in ("generate", "wait_for_rewards", "update")}
-    found |= {name: value for name, value in phases.items() if value}
-    found |= {"mfu": found["tflops_per_s"] / PEAK_TFLOPS, "reward": steps.metrics[-1]["reward/total"]}
+    rates |= {name: value for name, value in phases.items() if value}
+    rates |= {"mfu": rates["tflops_per_s"] / PEAK_TFLOPS, "reward": steps.metrics[-1]["reward/total"]}
     errors = [line["ratio/replay_error"] for line in steps.metrics if "ratio/replay_error" in line]
-    return found | {"replay_error": max(errors)}
+    return rates | {"replay_error": max(errors)}
 
 
 def rl_config(folder: Path, setting: Setting, trained: str, reward: str, replayed: int) -> dict[str, Any]:

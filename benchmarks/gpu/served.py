@@ -82,8 +82,8 @@ def measure(setting: Setting, kind: str) -> dict[str, Any]:
     ranks = []
     try:
         for rank in range(2):
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), MARK: mark}
-            environment = {**os.environ, **shared, **own}
+            of_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank), MARK: mark}
+            environment = {**os.environ, **shared, **of_rank}
             ranks.append(subprocess.Popen([*command, *["--tiny"] * setting.tiny], cwd=ROOT, env=environment))
         codes = [process.wait(max(setting.left_s - 10, 20)) for process in ranks]
     finally:
@@ -92,8 +92,8 @@ def measure(setting: Setting, kind: str) -> dict[str, Any]:
     assert codes == [0, 0], f"ranks ended with exit codes {codes}: see log.txt"
     reports = [json.loads((folder / f"rank{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     worst = {name: max(report[name] for report in reports) for name in reports[0]}
-    left = wait_for_end(mark)
-    return worst | {"processes_left": len(left), "left": left}
+    remaining = wait_for_end(mark)
+    return worst | {"processes_left": len(remaining), "left": remaining}
 
 
 def program() -> str:

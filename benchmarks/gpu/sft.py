@@ -92,9 +92,9 @@ def measure(setting: Setting, compiled: str, engine: str, loss: str) -> dict[str
 
 
 def figures(steps: Steps) -> dict[str, Any]:
-    found = steps.rates("tokens")
-    found["tokens_of_a_step"] = steps.amounts["tokens"] / steps.count
-    return found | {"mfu": found["tflops_per_s"] / PEAK_TFLOPS, "loss": steps.metrics[-1]["loss"]}
+    rates = steps.rates("tokens")
+    rates["tokens_of_a_step"] = steps.amounts["tokens"] / steps.count
+    return rates | {"mfu": rates["tflops_per_s"] / PEAK_TFLOPS, "loss": steps.metrics[-1]["loss"]}
 
 
 def sft_config(folder: Path, setting: Setting, rows: int, **train: Any) -> dict[str, Any]:

@@ -62,17 +62,17 @@ def like_the_cpu(setting: Setting, task: str) -> dict[str, Any]:
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     few = setting.size({}, {"max_steps": 2})
-    found, wanted = (
+    lines_of_device, lines_of_cpu = (
         [line for line in read_jsonl(run(task, config) / "metrics.jsonl") if COMPARED[task][0] in line]
         for config in (
             tiny_config(task, setting.scratch / f"{task}_{number}", device, **few)
             for number, device in enumerate((setting.device, "cpu"))
         )
     )
-    steps = STEPS.get(task, len(wanted))
+    steps = STEPS.get(task, len(lines_of_cpu))
     values = {}
     for name in COMPARED[task]:
-        pairs = [(a[name], b[name]) for a, b in zip(found, wanted, strict=True) if name in b][:steps]
+        pairs = [(a[name], b[name]) for a, b in zip(lines_of_device, lines_of_cpu, strict=True) if name in b][:steps]
         assert pairs, f"no step has {name}"
         values[name] = max(abs(a - b) / max(abs(b), 1e-8) for a, b in pairs)
         print(f"{task}: {name} of the device and of the CPU: {pairs}", flush=True)
@@ -89,10 +89,13 @@ def resumed(setting: Setting) -> dict[str, Any]:
         shutil.rmtree(later)
     again = tiny_config("train_text", folder, setting.device, load_checkpoint_path="auto", **saving)
     resumed_run = run("train_text", again)
-    found, wanted = (
-        [line["loss"] for line in read_jsonl(each / "metrics.jsonl") if "loss" in line] for each in (resumed_run, whole)
+    resumed_losses, whole_losses = (
+        [line["loss"] for line in read_jsonl(run_folder / "metrics.jsonl") if "loss" in line]
+        for run_folder in (resumed_run, whole)
     )
-    assert len(found) == len(wanted) == 6, f"losses of {len(found)} and {len(wanted)} steps"
-    worst = max(abs(a - b) / abs(b) for a, b in zip(found, wanted, strict=True))
-    print(f"losses, resumed and not interrupted: {found}, {wanted}", flush=True)
-    return {"loss": worst, "same_bits": found == wanted}
+    assert len(resumed_losses) == len(whole_losses) == 6, (
+        f"losses of {len(resumed_losses)} and {len(whole_losses)} steps"
+    )
+    worst = max(abs(a - b) / abs(b) for a, b in zip(resumed_losses, whole_losses, strict=True))
+    print(f"losses, resumed and not interrupted: {resumed_losses}, {whole_losses}", flush=True)
+    return {"loss": worst, "same_bits": resumed_losses == whole_losses}

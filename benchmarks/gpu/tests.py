@@ -34,7 +34,7 @@ BOUNDS = (Bound("passed", 1, "no test of this file ran: log.txt says why", least
 
 def cells(setting: Setting) -> dict[str, Cell]:
     chosen = TINY if setting.tiny else ON_DEVICE
-    return {path: lambda given, path=path: run_tests(given, path) for path in chosen}
+    return {path: lambda cell_setting, path=path: run_tests(cell_setting, path) for path in chosen}
 
 
 def run_tests(setting: Setting, path: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ BOUNDS = (
 
 def cells(setting: Setting) -> dict[str, Cell]:
     return {
-        mode: lambda given, mode=mode: measure(given, mode) for mode in ("eager", "compile")[: 1 if setting.tiny else 2]
+        mode: lambda cell_setting, mode=mode: measure(cell_setting, mode)
+        for mode in ("eager", "compile")[: 1 if setting.tiny else 2]
     }
 
 
@@ -33,12 +34,12 @@ def measure(setting: Setting, mode: str) -> dict[str, Any]:
     config = text_rl_config(setting.scratch / mode, setting)
     config["train"]["compile"] = mode == "compile"
     steps = run_steps("rl_text", config, setting, 1, setting.size(2, 1))
-    found = steps.rates("tokens")
+    rates = steps.rates("tokens")
     drawn = [line["rollout/tokens"] for line in steps.metrics if "rollout/tokens" in line][-steps.count :]
     generate, update = steps.mean("time/generate_s"), steps.mean("time/update_s")
     mean_drawn = sum(drawn) / len(drawn)
-    found |= {"generate_s": generate, "update_s": update, "drawn_tokens": mean_drawn}
-    return found | {"drawn_tokens_per_s": mean_drawn / generate}
+    rates |= {"generate_s": generate, "update_s": update, "drawn_tokens": mean_drawn}
+    return rates | {"drawn_tokens_per_s": mean_drawn / generate}
 
 
 def text_rl_config(folder: Path, setting: Setting) -> dict[str, Any]:
