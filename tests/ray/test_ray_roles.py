@@ -280,9 +280,10 @@ def test_a_group_is_lost_with_one_of_its_processes(cluster: Cluster, group: RayG
         with pytest.raises(RoleLostError, match="rank 1"):
             future.result()
     cluster.run.stop_requested = False
+    num_restarts = group.num_restarts  # not 0 if a process was lost while the group started, which then starts again
     group.restart()
     assert group.call(functions.sum_over_ranks, 1.0).result() == 3.0
-    assert group.num_restarts == 1
+    assert group.num_restarts == num_restarts + 1
     assert made.fetch()[0] == 11.0, "values outlive the process that made them"
 
 
