@@ -263,7 +263,11 @@ def chunks_problem(size: tuple[int, ...], chunks: Sequence[tuple[tuple[int, ...]
         return ""
     # Sorted along the dimension with the most cuts, few chunks reach beyond the beginning of the next.
     axis = max(range(len(size)), key=lambda dim: len({offsets[dim] for offsets, _ in chunks}))
-    boxes = [tuple((a, a + n) for a, n in zip(*chunk, strict=True)) for chunk in chunks if 0 not in chunk[1]]
+    boxes = [
+        tuple((first, first + length) for first, length in zip(offsets, lengths, strict=True))
+        for offsets, lengths in chunks
+        if 0 not in lengths
+    ]
     reaching: list[tuple[tuple[int, int], ...]] = []
     num_compared = 0
     for box in sorted(boxes, key=lambda box: box[axis]):

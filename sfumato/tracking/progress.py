@@ -218,7 +218,11 @@ class MessageHandler(logging.Handler):
 
     def __init__(self, say: Callable[[str], None]) -> None:
         super().__init__(logging.INFO)
-        self.emit = lambda record: say(self.format(record))
+        self._say = say
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """As ``logging.Handler``."""
+        self._say(self.format(record))
 
 
 def say_messages(say: Callable[[str], None] | None) -> None:
