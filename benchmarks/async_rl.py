@@ -135,7 +135,7 @@ def run(mode: Mode, address: str, folder: Path, options: argparse.Namespace, ste
 
 def middle(lines: Sequence[dict[str, float]]) -> list[dict[str, float]]:
     """Of a file with one line per step, from 0 on: those in the middle of the run."""
-    return [each for each in lines if FIRST < each["step"] <= lines[-1]["step"] - LAST]
+    return [line for line in lines if FIRST < line["step"] <= lines[-1]["step"] - LAST]
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,13 @@ def measure(mode: Mode, folders: Sequence[Path], scorers: int) -> Row:
     """Medians over the steps of all runs, and the formula on the phases of their timelines."""
     timings = [line for folder in folders for line in middle(read_jsonl(folder / "timings.jsonl"))]
     metrics = [line for folder in folders for line in middle(read_jsonl(folder / "metrics.jsonl"))]
-    found = [measured(folder, {}) for folder in folders]
+    results = [measured(folder, {}) for folder in folders]
     phases = Phases(
-        **{name: statistics.median(getattr(each, name) for each in found) for name in ("generate_s", "score_s")},
-        update_s=statistics.median(each.update_s for each in found),
+        **{name: statistics.median(getattr(each, name) for each in results) for name in ("generate_s", "score_s")},
+        update_s=statistics.median(each.update_s for each in results),
         sync_s=0.0 if mode.strategy.colocated else statistics.median(sync_s(folder) for folder in folders),
-        micro_batches=found[0].micro_batches,
-        update_processes=found[0].update_processes,
+        micro_batches=results[0].micro_batches,
+        update_processes=results[0].update_processes,
     )
     roles = sorted({name for line in timings for name in line if name.startswith("utilisation/")})
     return Row(
@@ -180,8 +180,8 @@ def measure(mode: Mode, folders: Sequence[Path], scorers: int) -> Row:
 
 def sync_s(folder: Path) -> float:
     """Seconds that a sampler receives a version and takes it, the first left out; the actor sends meanwhile."""
-    events = [each for each in read_events(folder, None) if each.kind == "sync" and each.role == "sampler"]
-    versions = sorted({each.version for each in events if each.version is not None})[1:]
+    events = [event for event in read_events(folder, None) if event.kind == "sync" and event.role == "sampler"]
+    versions = sorted({event.version for event in events if event.version is not None})[1:]
     return statistics.median(sum(e.end - e.start for e in events if e.version == version) for version in versions)
 
 
@@ -219,29 +219,29 @@ def stretch_of(folder: Path) -> Stretch:
     """The last two steps in the middle of a run."""
     events = read_events(folder, None)
     end = list(step_windows(events).values())[-1 - LAST][1]
-    shown: list[Event] = [each for each in events if (each.end <= end if each.role == RUN else each.start < end)]
-    found = choose_stretch(shown, max_steps=2)
-    assert found is not None
-    return found
+    shown: list[Event] = [event for event in events if (event.end <= end if event.role == RUN else event.start < end)]
+    stretch = choose_stretch(shown, max_steps=2)
+    assert stretch is not None
+    return stretch
 
 
 def compare_bytes(folder: Path, options: argparse.Namespace) -> bool:
     """Prints the bytes through the driver for each sample at every side; whether they are equal."""
-    steps, found = FIRST + 2 + LAST, {}
+    steps, results = FIRST + 2 + LAST, {}
     with judge(0.0, options.scorers) as address:
         for side in options.sides:
             timings = middle(
                 read_jsonl(run(SYNC_POOLS, address, folder / f"{side:04}", options, steps, side) / "timings.jsonl")
             )
-            found[side] = {
+            results[side] = {
                 name: sum(line[name] for line in timings) for name in timings[0] if name.startswith("driver_bytes/")
             }
     samples = 2 * options.prompts * 16
     print(f"\nBytes through the driver, of {samples} samples in {steps - FIRST - LAST} iterations of own pools:\n")
-    for side, each in found.items():
-        parts = ", ".join(f"{name.partition('/')[2]} {size:.0f}" for name, size in each.items())
-        print(f"{side} x {side} pixels: {sum(each.values()) / samples:.1f} a sample ({parts})")
-    return len({tuple(sorted(each.items())) for each in found.values()}) == 1
+    for side, value in results.items():
+        parts = ", ".join(f"{name.partition('/')[2]} {size:.0f}" for name, size in value.items())
+        print(f"{side} x {side} pixels: {sum(value.values()) / samples:.1f} a sample ({parts})")
+    return len({tuple(sorted(value.items())) for value in results.values()}) == 1
 
 
 def parse() -> argparse.Namespace:

@@ -86,10 +86,10 @@ class Algorithm:
         """Title and source, from the comment that the file begins with."""
         lines = self.path.read_text(encoding="utf-8").splitlines()
         comment = lines[: next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))]
-        found = HEADING.fullmatch(" ".join([*comment[:1], *(line.removeprefix("#").strip() for line in comment[1:])]))
-        if found is None:
+        result = HEADING.fullmatch(" ".join([*comment[:1], *(line.removeprefix("#").strip() for line in comment[1:])]))
+        if result is None:
             raise ConfigError(f"{self.path}: begin the file with a comment '# TITLE (SOURCE): what it does'")
-        return found
+        return result
 
     @cached_property
     def task(self) -> str:
@@ -126,8 +126,8 @@ class Algorithm:
         if not path.is_file():
             return False
         where_to = {"train": {"output_dir", "load_checkpoint_path", "trackers"}}
-        found = load_config(schema_of(self.task), path)
-        return found.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
+        config = load_config(schema_of(self.task), path)
+        return config.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
 
     def curve(self, metric: str = REWARD) -> list[tuple[int, float]]:
         """Images seen and the mean of a reward on held-out prompts, at every evaluation so far."""
@@ -146,11 +146,11 @@ def check_comparable(algorithms: Sequence[Algorithm]) -> None:
     """Raises ConfigError where two files differ in what all must share."""
 
     def shared(config: DiffusionRLConfig) -> dict[str, Any]:
-        found = config.model_dump(mode="json", include={"model", "data", "reward", "eval", "train", "rollout"})
-        rollout, train = found.pop("rollout"), found.pop("train")
+        result = config.model_dump(mode="json", include={"model", "data", "reward", "eval", "train", "rollout"})
+        rollout, train = result.pop("rollout"), result.pop("train")
         kept = {"num_prompts", "n", "height", "width", "num_inference_steps", "guidance_scale"}
-        found |= {f"rollout.{name}": rollout[name] for name in kept}
-        return found | {f"train.{name}": train[name] for name in ("seed", "max_steps", "mixed_precision")}
+        result |= {f"rollout.{name}": rollout[name] for name in kept}
+        return result | {f"train.{name}": train[name] for name in ("seed", "max_steps", "mixed_precision")}
 
     first = algorithms[0]
     for other in algorithms[1:]:
@@ -169,13 +169,13 @@ def run(algorithms: Sequence[Algorithm]) -> None:
             "`bash train.sh tasks/train_autoencoder.py configs/quickstart/autoencoder.yaml` and "
             "`bash train.sh tasks/train_dit.py configs/quickstart/pretrain.yaml`"
         )
-    for number, each in enumerate(algorithms, start=1):
-        config = str(each.path.relative_to(ROOT))
-        if each.is_finished:
-            print(f"[{number}/{len(algorithms)}] {each.folder.name}: finished", flush=True)
+    for number, algorithm in enumerate(algorithms, start=1):
+        config = str(algorithm.path.relative_to(ROOT))
+        if algorithm.is_finished:
+            print(f"[{number}/{len(algorithms)}] {algorithm.folder.name}: finished", flush=True)
             continue
-        command = ["bash", "train.sh", f"tasks/{each.task}.py", config, *each.overrides]
-        command += ["--train.load_checkpoint_path", "auto" if each.is_same_run else "new"]
+        command = ["bash", "train.sh", f"tasks/{algorithm.task}.py", config, *algorithm.overrides]
+        command += ["--train.load_checkpoint_path", "auto" if algorithm.is_same_run else "new"]
         print(f"[{number}/{len(algorithms)}] {' '.join(command)}", flush=True)
         code = subprocess.run(command, cwd=ROOT, check=False).returncode
         if code != 0:
@@ -192,16 +192,16 @@ def read_again(algorithms: Sequence[Algorithm]) -> None:
     reader = OcrReward(engine="tesseract", detect=False, evaluation_only=True, timeout_s=3600.0)
     reader.prepare()
     before = None
-    for each in algorithms:
-        path = each.folder / "second_reader.json"
+    for algorithm in algorithms:
+        path = algorithm.folder / "second_reader.json"
         known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        run_id = {"mtime": (each.folder / "metrics.jsonl").stat().st_mtime, "curve": each.curve()}
+        run_id = {"mtime": (algorithm.folder / "metrics.jsonl").stat().st_mtime, "curve": algorithm.curve()}
         if known.get("run") == json.loads(json.dumps(run_id)):
             before = known["before"]
             continue
-        print(f"{each.name}: reading again with Tesseract", flush=True)
-        before = _mean_reading(reader, each, step=0) if before is None else before
-        after = _mean_reading(reader, each, step=each.config.train.max_steps)
+        print(f"{algorithm.name}: reading again with Tesseract", flush=True)
+        before = _mean_reading(reader, algorithm, step=0) if before is None else before
+        after = _mean_reading(reader, algorithm, step=algorithm.config.train.max_steps)
         write_atomically(path, json.dumps({"run": run_id, "before": before, "after": after}).encode())
 
 
@@ -248,33 +248,43 @@ def measure_costs(algorithms: Sequence[Algorithm], repeats: int = 2) -> dict[str
     mesh = build_mesh(config.train)
     train_prompts = load_prompts(config.data, "train")
     prompts = PromptLoader(len(train_prompts), config.rollout.num_prompts, config.rollout.n, config.train.seed)
-    seconds: dict[str, dict[str, list[float]]] = {each.name: {"rollout": [], "update": []} for each in algorithms}
+    seconds: dict[str, dict[str, list[float]]] = {
+        algorithm.name: {"rollout": [], "update": []} for algorithm in algorithms
+    }
     with tempfile.TemporaryDirectory() as folder:
         actors = {
-            each.name: tasks[each.task].build_actor(
-                each.config, mesh, Run(Path(folder), "", mesh), prompts=train_prompts, eval_prompts=[], identity={}
+            algorithm.name: tasks[algorithm.task].build_actor(
+                algorithm.config, mesh, Run(Path(folder), "", mesh), prompts=train_prompts, eval_prompts=[], identity={}
             )
-            for each in algorithms
+            for algorithm in algorithms
         }
         for step in range(repeats + 1):
             requests = rl_diffusion.requests_of(prompts, step, 0, 1)
             rewards = torch.randint(4, (len(requests),), generator=torch.Generator().manual_seed(step)) / 3
-            groups = torch.tensor([each.group_id for each in requests])
-            for each in algorithms:
-                print(f"costs: iteration {step + 1} of {repeats + 1}, {each.name}", flush=True)
-                task, actor, size = tasks[each.task], actors[each.name], each.config.rollout.micro_batch_size
+            groups = torch.tensor([request.group_id for request in requests])
+            for algorithm in algorithms:
+                print(f"costs: iteration {step + 1} of {repeats + 1}, {algorithm.name}", flush=True)
+                task, actor, size = (
+                    tasks[algorithm.task],
+                    actors[algorithm.name],
+                    algorithm.config.rollout.micro_batch_size,
+                )
                 parts = [requests[start : start + size] for start in range(0, len(requests), size)]
                 begun = time.process_time()
                 batches, samples = zip(
-                    *(task.generate(actor, part, step, step, each.config) for part in parts), strict=True
+                    *(task.generate(actor, part, step, step, algorithm.config) for part in parts), strict=True
                 )
                 sampled = time.process_time()
-                advantages = each.config.algorithm.advantage.compute(rewards, groups, {"ocr": rewards}, {"ocr": 1.0})
-                share = RankBatch(batches, samples, {each.sample_id: place for place, each in enumerate(requests)})
-                task.update_policy(actor, share, advantages, each.config, step, *further[each.task])
+                advantages = algorithm.config.algorithm.advantage.compute(
+                    rewards, groups, {"ocr": rewards}, {"ocr": 1.0}
+                )
+                share = RankBatch(
+                    batches, samples, {request.sample_id: place for place, request in enumerate(requests)}
+                )
+                task.update_policy(actor, share, advantages, algorithm.config, step, *further[algorithm.task])
                 if step > 0:
-                    seconds[each.name]["rollout"].append((sampled - begun) / len(requests))
-                    seconds[each.name]["update"].append((time.process_time() - sampled) / len(requests))
+                    seconds[algorithm.name]["rollout"].append((sampled - begun) / len(requests))
+                    seconds[algorithm.name]["update"].append((time.process_time() - sampled) / len(requests))
     return {name: {phase: statistics.median(of) for phase, of in both.items()} for name, both in seconds.items()}
 
 
@@ -289,7 +299,7 @@ def draw(algorithms: Sequence[Algorithm], path: Path) -> None:
     with plt.rc_context(style):
         figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
         for panel, (kind, label) in zip(panels, KINDS.items(), strict=True):
-            for number, each in enumerate(_ranked(each for each in algorithms if each.task == kind)):
+            for number, each in enumerate(_ranked(algorithm for algorithm in algorithms if algorithm.task == kind)):
                 images, rewards = zip(*each.curve(), strict=True)
                 marker, colour = "osD^vPX*<>"[number % 10], f"C{number % 10}"
                 label_ = f"{rewards[-1]:.2f}  {each.heading['title']}"
@@ -316,7 +326,9 @@ def page(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]], pi
     rollout, evaluation, steps = first.config.rollout, first.config.eval, first.config.train.max_steps
     totals = [row["total"] for row in read_samples(first.folder)[0]]
     error = statistics.stdev(totals) / len(totals) ** 0.5
-    ranked = [each for kind in KINDS for each in _ranked(each for each in algorithms if each.task == kind)]
+    ranked = [
+        each for kind in KINDS for each in _ranked(algorithm for algorithm in algorithms if algorithm.task == kind)
+    ]
     introduction = f"""Each algorithm improves the model of the quickstart, which pretraining left mediocre, on two CPU
 cores. All start from the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same
 number of images, {steps * first.images_per_step:,}: {steps} iterations of {rollout.num_prompts} prompts x {rollout.n}
@@ -417,16 +429,16 @@ def _ranged(values: Sequence[float]) -> str:
 
 def _results(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]]) -> str:
     rows = []
-    for each in algorithms:
-        rewards = [reward for _, reward in each.curve()]
-        path = each.folder / "second_reader.json"
+    for algorithm in algorithms:
+        rewards = [reward for _, reward in algorithm.curve()]
+        path = algorithm.folder / "second_reader.json"
         second = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         read = [f"{second[when]:.2f}" if second else "n/a" for when in ("before", "after")]
         cost = ["n/a", "n/a"]
-        if each.name in costs and YARDSTICK in costs:
-            cost = [f"{costs[each.name][phase] / costs[YARDSTICK][phase]:.1f}" for phase in ("rollout", "update")]
+        if algorithm.name in costs and YARDSTICK in costs:
+            cost = [f"{costs[algorithm.name][phase] / costs[YARDSTICK][phase]:.1f}" for phase in ("rollout", "update")]
         figures = [f"{rewards[0]:.2f}", f"**{rewards[-1]:.2f}**", f"{max(rewards):.2f}", *read, *cost]
-        rows.append([each.heading["title"], _linked(each.heading["source"]), KINDS[each.task], *figures])
+        rows.append([algorithm.heading["title"], _linked(algorithm.heading["source"]), KINDS[algorithm.task], *figures])
     columns = ["algorithm", "source", "learns from", "before", "after", "best"]
     return _table([*columns, "second reader before", "after", "rollout", "update"], rows)
 
@@ -445,11 +457,11 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _ranked(algorithms: Iterable[Algorithm]) -> list[Algorithm]:
-    return sorted(algorithms, key=lambda each: -each.curve()[-1][1])
+    return sorted(algorithms, key=lambda algorithm: -algorithm.curve()[-1][1])
 
 
 def _title(name: str, algorithms: Sequence[Algorithm]) -> str:
-    return next((each.heading["title"] for each in algorithms if each.name == name), name)
+    return next((algorithm.heading["title"] for algorithm in algorithms if algorithm.name == name), name)
 
 
 def compare_seeds(arguments: argparse.Namespace) -> None:
@@ -516,7 +528,7 @@ def main() -> None:
         run([every[name] for name in arguments.only or every])
         if arguments.only:
             return
-    finished = [each for each in algorithms if each.is_finished]
+    finished = [algorithm for algorithm in algorithms if algorithm.is_finished]
     if not finished:
         raise UserError("no run has finished yet: start without --only-page")
     if not arguments.only_page and not arguments.without_second_reader:

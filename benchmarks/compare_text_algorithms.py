@@ -87,8 +87,8 @@ class TextRun:
         if not path.is_file():
             return False
         where_to = {"train": {"output_dir", "load_checkpoint_path", "trackers"}}
-        found = load_config(TextRLConfig, path)
-        return found.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
+        config = load_config(TextRLConfig, path)
+        return config.model_dump(exclude=where_to) == self.config.model_dump(exclude=where_to)
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """A metric by iteration, so far."""
@@ -117,8 +117,8 @@ class TextRun:
     @property
     def outside(self) -> float | None:
         """Share of tokens whose ratio was outside of the recipe's bounds, mean over the iterations; None without."""
-        found = [value for side in OUTSIDE for _, value in self.curve(side)]
-        return sum(found) / self.config.train.max_steps if found else None
+        results = [value for side in OUTSIDE for _, value in self.curve(side)]
+        return sum(results) / self.config.train.max_steps if results else None
 
 
 def make_models(with_teacher: bool) -> None:
@@ -135,14 +135,14 @@ def make_models(with_teacher: bool) -> None:
 def run(runs: Sequence[TextRun], jobs: int) -> None:
     """Runs what is not finished, so many at a time. Raises UserError when one fails or was stopped."""
 
-    def one(each: TextRun) -> None:
-        if not each.is_finished:
-            command = ["bash", "train.sh", "tasks/rl_text.py", CONFIG, *each.overrides]
-            _start([*command, "--train.load_checkpoint_path", "auto" if each.is_same_run else "new"])
-        print(f"{each.folder.name}: finished", flush=True)
+    def one(text_run: TextRun) -> None:
+        if not text_run.is_finished:
+            command = ["bash", "train.sh", "tasks/rl_text.py", CONFIG, *text_run.overrides]
+            _start([*command, "--train.load_checkpoint_path", "auto" if text_run.is_same_run else "new"])
+        print(f"{text_run.folder.name}: finished", flush=True)
 
     with ThreadPoolExecutor(jobs) as pool:
-        for future in [pool.submit(one, each) for each in runs]:
+        for future in [pool.submit(one, run) for run in runs]:
             future.result()
 
 
@@ -168,7 +168,7 @@ def page(by_recipe: dict[str, list[TextRun]], missing: Iterable[str], picture: s
         picture: address of the picture, relative to the page.
     """
     first = next(iter(by_recipe.values()))[0].config
-    seeds = sorted({each.seed for runs in by_recipe.values() for each in runs})
+    seeds = sorted({run.seed for runs in by_recipe.values() for run in runs})
     rollout, problems = first.rollout, first.data.synthetic
     introduction = f"""Each recipe improves the model of the [quickstart](README.md), which fine-tuning left unfinished:
 {first.train.max_steps} iterations of {rollout.num_prompts} problems x {rollout.n} answers, `{problems.problem}` with
@@ -204,10 +204,10 @@ Made by `python benchmarks/compare_text_algorithms.py`: do not edit it by hand.
 def _results(by_recipe: dict[str, list[TextRun]]) -> str:
     rows = []
     for recipe, runs in sorted(by_recipe.items(), key=lambda item: -statistics.mean(r.greedy[1] for r in item[1])):
-        before, after = ([each.greedy[which] for each in runs] for which in (0, 1))
-        drawn = [statistics.mean(each.sampled[which] for each in runs) for which in (0, 1)]
-        outside = [each.outside for each in runs if each.outside is not None]
-        rose = sum(each.greedy[1] > each.greedy[0] for each in runs)
+        before, after = ([run.greedy[which] for run in runs] for which in (0, 1))
+        drawn = [statistics.mean(run.sampled[which] for run in runs) for which in (0, 1)]
+        outside = [run.outside for run in runs if run.outside is not None]
+        rose = sum(run.greedy[1] > run.greedy[0] for run in runs)
         rows.append(
             [
                 f"`{recipe}`",
@@ -264,7 +264,7 @@ def main() -> None:
         if arguments.only:
             return
     of_seeds = {name: [TextRun(name, seed) for seed in arguments.seeds] for name in names}
-    finished = {name: runs for name, runs in of_seeds.items() if all(each.is_finished for each in runs)}
+    finished = {name: runs for name, runs in of_seeds.items() if all(run.is_finished for run in runs)}
     if not finished:
         raise UserError("no recipe has finished with all seeds yet: start without --only-page")
     draw(finished, PICTURE)

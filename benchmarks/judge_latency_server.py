@@ -69,7 +69,7 @@ class Judge:
         extra = self._random.uniform(0, self.jitter_s)
         async with self._free:
             await asyncio.sleep(self.latency_s + extra)
-        values = [brightness(each) for each in samples]
+        values = [brightness(sample) for sample in samples]
         self.num_requests += 1
         self.num_samples += len(samples)
         self.busy_s += time.monotonic() - arrived
@@ -94,10 +94,12 @@ class StoppableServer(uvicorn.Server):
         self.should_exit = True
 
 
-async def serve(given: argparse.Namespace) -> None:
+async def serve(options: argparse.Namespace) -> None:
     """Serves until it is told to stop."""
-    judge = Judge(given.latency_s, given.jitter_s, given.concurrency, given.seed, given.max_batch_size)
-    config = uvicorn.Config(judge.app(), given.host, given.port, log_level="warning", access_log=False, lifespan="off")
+    judge = Judge(options.latency_s, options.jitter_s, options.concurrency, options.seed, options.max_batch_size)
+    config = uvicorn.Config(
+        judge.app(), options.host, options.port, log_level="warning", access_log=False, lifespan="off"
+    )
     server = StoppableServer(config)
     serving = asyncio.create_task(server.serve())
     while not server.started and not serving.done():

@@ -65,7 +65,7 @@ def main() -> None:
         for member in range(4)
     ]
     drawn = complete(EmbeddedEngine(module), requests, Sampling(stop_token_ids=(module.config.eos_token_id,)))
-    found: dict[str, list[Tensor]] = {}
+    actual: dict[str, list[Tensor]] = {}
     for request, completion in zip(requests, drawn, strict=True):
         begin, tokens = len(request.prompt_ids), torch.tensor([[*request.prompt_ids, *completion.token_ids]])
 
@@ -87,9 +87,10 @@ def main() -> None:
             ROUNDING * row["largest logit"]
         )
         for name, values in row.items():
-            found.setdefault(name, []).append(values.abs())
-    print(f"{arguments.model}: {sum(len(each.token_ids) for each in drawn)} tokens, logits times {arguments.scale:g}")
-    for name, parts in found.items():
+            actual.setdefault(name, []).append(values.abs())
+    num_tokens = sum(len(sequence.token_ids) for sequence in drawn)
+    print(f"{arguments.model}: {num_tokens} tokens, logits times {arguments.scale:g}")
+    for name, parts in actual.items():
         values = torch.cat(parts)
         print(f"  {name}: largest {values.max():.2g}, root mean square {values.square().mean().sqrt():.2g}")
 

@@ -119,26 +119,26 @@ def line_of(path: Path, folder: Path) -> Line:
         if ranks > counts[0]:
             continue
         try:
-            found = check_config(path, overrides, num_ranks=ranks, device_gib=ENOUGH_GIB, with_data=False)
+            result = check_config(path, overrides, num_ranks=ranks, device_gib=ENOUGH_GIB, with_data=False)
             break
         except ConfigError:
             if stated or ranks == 1:
                 raise
     name = str(path.relative_to(ROOT / "configs"))
-    devices = f"{found.layout.size} of {count}" if stated and found.layout.size != count else str(found.layout.size)
+    devices = f"{result.layout.size} of {count}" if stated and result.layout.size != count else str(result.layout.size)
     devices = f"{devices} x {device_gib}"
-    return Line(name, devices, device_gib, cells_of(found, device_gib))
+    return Line(name, devices, device_gib, cells_of(result, device_gib))
 
 
-def cells_of(found: Findings, device_gib: int) -> tuple[str, ...]:
+def cells_of(findings: Findings, device_gib: int) -> tuple[str, ...]:
     """The cells of a line."""
-    if found.model is None or found.host is None:
-        return (found.problems[0] if found.problems else found.notes[-1], "", "")
-    device = needed(found.model.largest, on_gpu=True) / GIB
-    disk = sum(found.host.disk.values()) / GIB
+    if findings.model is None or findings.host is None:
+        return (findings.problems[0] if findings.problems else findings.notes[-1], "", "")
+    device = needed(findings.model.largest, on_gpu=True) / GIB
+    disk = sum(findings.host.disk.values()) / GIB
     return (
         f"{device:.1f}" if device <= device_gib else f"**{device:.1f}**",
-        f"{found.host.needed_bytes / GIB:,.0f}",
+        f"{findings.host.needed_bytes / GIB:,.0f}",
         f"{disk:,.1f}" if disk < 10 else f"{disk:,.0f}",
     )
 
@@ -149,7 +149,10 @@ def description_of(path: Path) -> Path:
         *(ROOT / "configs" / "text" / "models").glob("*"),
         *(ROOT / "configs" / "vision" / "models").glob("*"),
     ]
-    return max((each for each in descriptions if path.stem.startswith(each.stem)), key=lambda each: len(each.stem))
+    return max(
+        (description for description in descriptions if path.stem.startswith(description.stem)),
+        key=lambda description: len(description.stem),
+    )
 
 
 def write_pipeline(name: str, root: Path) -> Path:

@@ -30,16 +30,16 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, *inputs: Tensor) -> None:
         super().__init__()
-        self.known = {each.untyped_storage()._cdata for each in inputs}
+        self.known = {tensor.untyped_storage()._cdata for tensor in inputs}
         self.held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self.held = {key: each for key, each in self.held.items() if not each[0].expired()}
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, Tensor) and each.untyped_storage()._cdata not in self.known:
-                storage = each.untyped_storage()
+        self.held = {key: value for key, value in self.held.items() if not value[0].expired()}
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+                storage = tensor.untyped_storage()
                 self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.largest = max(self.largest, sum(size for _, size in self.held.values()))
         return out
@@ -47,7 +47,7 @@ class Peak(TorchDispatchMode):
 
 def ways(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> dict[str, Callable[[], Tensor]]:
     """What is compared, by name: each gives the sum of the losses."""
-    found: dict[str, Callable[[], Tensor]] = {
+    results: dict[str, Callable[[], Tensor]] = {
         "plain": lambda: cross_entropy_sum(functional.linear(hidden, weight), labels),
         f"twice, {chunk} tokens": lambda: -token_log_probs(hidden, weight, labels, chunk_tokens=chunk).sum(),
         f"once, {chunk} tokens": lambda: linear_cross_entropy(hidden, weight, labels, chunk_tokens=chunk)[0],
@@ -55,8 +55,8 @@ def ways(hidden: Tensor, weight: Tensor, labels: Tensor, chunk: int) -> dict[str
     }
     if hasattr(torch.nn, "LinearCrossEntropyOptions"):  # torch 2.13
         options = {"reduction": "sum", "options": torch.nn.LinearCrossEntropyOptions()}
-        found["torch"] = lambda: functional.linear_cross_entropy(hidden, weight, labels, **options)
-    return found
+        results["torch"] = lambda: functional.linear_cross_entropy(hidden, weight, labels, **options)
+    return results
 
 
 def main() -> None:
@@ -87,9 +87,9 @@ def main() -> None:
     for name, way in compared.items():
         with Peak(hidden, weight, labels) as peak:
             _, loss = run(way)
-        found = {"loss": loss, "hidden": hidden.grad.clone(), "weight": weight.grad.clone()}
-        expected = expected or found
-        apart = {key: float((found[key] - expected[key]).norm() / expected[key].norm()) for key in found}
+        actual = {"loss": loss, "hidden": hidden.grad.clone(), "weight": weight.grad.clone()}
+        expected = expected or actual
+        apart = {key: float((actual[key] - expected[key]).norm() / expected[key].norm()) for key in actual}
         assert max(apart.values()) < (3e-2 if given.bf16 else 1e-5), (name, apart)
         taken[name] = [peak.largest / 2**20]
     for _ in range(given.repeats):

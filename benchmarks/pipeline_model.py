@@ -102,7 +102,7 @@ def splits(workers: int, scorers: int, phases: Phases, strategy: Strategy, count
     if workers < 2:
         raise UserError(f"{strategy.name}: own pools need 2 workers; this is {workers}")
     part = max(1, workers // 32)
-    choices = [Pools(workers - each, each, scorers) for each in range(part, workers, part)]
+    choices = [Pools(workers - index, index, scorers) for index in range(part, workers, part)]
     return sorted(choices, key=lambda pools: estimate_s(phases, pools, strategy))[:count]
 
 
@@ -123,37 +123,37 @@ def measured(folder: Path, flags: dict[str, float]) -> Phases:
     Raises:
         DataError: where a time is neither measured nor given.
     """
-    found = _from_timeline([each for each in read_events(folder, None) if each.role != RUN and each.step > 1])
+    result = _from_timeline([event for event in read_events(folder, None) if event.role != RUN and event.step > 1])
     timings = series_of(read_jsonl(folder / "timings.jsonl")[1:])
-    count = int(flags.get("micro_batches", found.get("micro_batches", 0)))
+    count = int(flags.get("micro_batches", result.get("micro_batches", 0)))
     if count < 1:
         raise DataError(f"{folder}: the timeline shows no generation; give --micro-batches of an iteration")
     for phase, share in {"generate": count, "score": count, "update": 1}.items():
         points = finite(timings.get({"score": "time/scoring_s"}.get(phase, f"time/{phase}_s"), {}))
         if points:
-            found.setdefault(f"{phase}_s", statistics.median(points.values()) / share)
-    found |= flags
+            result.setdefault(f"{phase}_s", statistics.median(points.values()) / share)
+    result |= flags
     if absent := [
-        f"--{name.removesuffix('_s')}" for name in ("generate_s", "score_s", "update_s") if name not in found
+        f"--{name.removesuffix('_s')}" for name in ("generate_s", "score_s", "update_s") if name not in result
     ]:
         raise DataError(f"{folder}: found no times of some phases; give {', '.join(absent)}")
-    whole = {name: int(found[name]) for name in ("micro_batches", "update_processes") if name in found}
-    return Phases(**{**found, **whole})  # type: ignore[arg-type]
+    whole = {name: int(result[name]) for name in ("micro_batches", "update_processes") if name in result}
+    return Phases(**{**result, **whole})  # type: ignore[arg-type]
 
 
 def _from_timeline(events: Sequence[Event]) -> dict[str, float]:
     """Medians of calls; one process of a call that several made together stands for them."""
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     for kind in ("generate", "score", "update", "sync"):
-        calls = [each for each in events if each.kind == kind]
+        calls = [event for event in events if event.kind == kind]
         if not calls:
             continue
-        found[f"{kind}_s"] = statistics.median(each.end - each.start for each in calls)
+        results[f"{kind}_s"] = statistics.median(call.end - call.start for call in calls)
         if kind == "generate":
-            found["micro_batches"] = statistics.median(_count(each.step for each in calls))
+            results["micro_batches"] = statistics.median(_count(call.step for call in calls))
         if kind == "update":
-            found["update_processes"] = len({each.rank for each in calls})
-    return found
+            results["update_processes"] = len({call.rank for call in calls})
+    return results
 
 
 def _count(steps: Iterable[int]) -> list[int]:
@@ -235,13 +235,13 @@ def draw_stretches(shown: Mapping[str, Stretch], how: str, path: Path) -> None:
     """Timelines below each other, with one scale of time; ``how`` says where the seconds come from."""
     from matplotlib.figure import Figure
 
-    heights = [len(each.rows) + 2.2 for each in shown.values()]
+    heights = [len(value.rows) + 2.2 for value in shown.values()]
     figure = Figure(figsize=(10, 0.27 * sum(heights) + 0.6), layout="constrained")
     panels = figure.subplots(len(shown), 1, height_ratios=heights, squeeze=False)[:, 0]
     kinds: dict[str, None] = {}
     for panel, (name, stretch) in zip(panels, shown.items(), strict=True):
         kinds |= dict.fromkeys(draw_rows(panel, stretch))
-        panel.set_xlim(0, max(each.end - each.start for each in shown.values()))
+        panel.set_xlim(0, max(value.end - value.start for value in shown.values()))
         panel.set_title(name, loc="left", color=stand_in("ink"), fontsize=10, pad=16)
     panels[-1].set_xlabel(f"seconds ({how})", color=MUTED, fontsize=9)
     draw_legend(figure, kinds)
@@ -253,7 +253,7 @@ def draw_ratios(phases: Phases, workers: int, path: Path) -> None:
     from matplotlib.figure import Figure
 
     work = phases.generate_s * phases.micro_batches + phases.update_s  # of the samples of one worker
-    shares = [each / 20 for each in range(0, 21)]
+    shares = [index / 20 for index in range(0, 21)]
     load = phases.times(workers)
     figure = Figure(figsize=(10, 3.9), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)

@@ -156,7 +156,7 @@ def stragglers(text: str, seed: int = 0) -> Stragglers:
     """
     name, *numbers = text.split(":")
     try:
-        values = [float(each) for each in numbers]
+        values = [float(number) for number in numbers]
     except ValueError:
         values = []
     if text == "none":
@@ -324,7 +324,7 @@ class Pipeline:
             if self.strategy.with_reward:
                 self.to_score.append((iteration, micro))
             elif self.generated[iteration] == self.phases.micro_batches:
-                self.to_score.extend((iteration, each) for each in range(self.phases.micro_batches))
+                self.to_score.extend((iteration, index) for index in range(self.phases.micro_batches))
 
         seconds = self.phases.generate_s * self.factor("generate", iteration, micro)
         role = "actor" if self.strategy.colocated else "sampler"

@@ -66,7 +66,7 @@ class Way:
     def score(self, samples: list[Sample]) -> np.ndarray:
         """Values, float64 [B]."""
         parts = [samples[at : at + BATCH] for at in range(0, len(samples), BATCH)]
-        scores = Scores.cat([each.result() for each in [self.role.call(Scorer.score, part) for part in parts]])
+        scores = Scores.cat([future.result() for future in [self.role.call(Scorer.score, part) for part in parts]])
         assert not scores.failures, scores.failures
         return scores.total
 
@@ -90,7 +90,7 @@ def start_server(folder: Path) -> tuple[subprocess.Popen[str], str]:
 def measure_rates(options: argparse.Namespace, folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     """For each reward and way the samples a second and the ratio to one thread: medians over the repeats."""
     process, url = start_server(folder)
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
     try:
         for name, reward in REWARDS.items():
             remote = RemoteReward(base_urls=(url,), reward=name, allow_private=True)
@@ -102,20 +102,20 @@ def measure_rates(options: argparse.Namespace, folder: Path) -> dict[str, dict[s
                 "server, 1 client": lambda remote=remote: Way(remote, 1),
                 "server, 8 clients": lambda remote=remote: Way(remote, 8),
             }
-            found[name] = compare(
+            results[name] = compare(
                 {way: build() for way, build in ways.items()}, pictures(name, options.samples), options
             )
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(30)
-    return found
+    return results
 
 
 def compare(ways: dict[str, Way], samples: list[Sample], options: argparse.Namespace) -> dict[str, dict[str, float]]:
     """All ways in turn on the same samples."""
     values = {name: way.score(samples) for name, way in ways.items()}  # also starts every process
     first = next(iter(values.values()))
-    assert all(each.tobytes() == first.tobytes() for each in values.values()), "the ways differ"
+    assert all(value.tobytes() == first.tobytes() for value in values.values()), "the ways differ"
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.repeats):
         for name, way in ways.items():
@@ -126,10 +126,10 @@ def compare(ways: dict[str, Way], samples: list[Sample], options: argparse.Names
         way.scorer.close()
     return {
         name: {
-            "samples_per_s": statistics.median(each),
-            "ratio": statistics.median(rate / one for rate, one in zip(each, base, strict=True)),
+            "samples_per_s": statistics.median(rate),
+            "ratio": statistics.median(rate / one for rate, one in zip(rate, base, strict=True)),
         }
-        for name, each in rates.items()
+        for name, rate in rates.items()
     }
 
 
@@ -138,7 +138,7 @@ def measure_overlap(options: argparse.Namespace, folder: Path) -> dict[str, dict
     model = ["--model.model_path", "null", "--model.config_path", "configs/quickstart/tiny_sd3.yaml"]
     if options.model:
         model = ["--model.model_path", options.model]
-    found = {}
+    results = {}
     for with_reward in ("true", "false"):
         output = folder / f"run_{with_reward}"
         command = [sys.executable, "tasks/rl_diffusion.py", "configs/quickstart/rl.yaml", *model]
@@ -155,12 +155,12 @@ def measure_overlap(options: argparse.Namespace, folder: Path) -> dict[str, dict
         subprocess.run(command, cwd=ROOT, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         lines = read_jsonl(output / "timings.jsonl")[1:]
         names = ["time/generate_s", "time/scoring_s", "time/wait_for_rewards_s", "scoring/hidden_share"]
-        found[with_reward] = {name: statistics.median(line[name] for line in lines) for name in names}
-        found[with_reward]["rollout_s"] = statistics.median(
+        results[with_reward] = {name: statistics.median(line[name] for line in lines) for name in names}
+        results[with_reward]["rollout_s"] = statistics.median(
             line["time/generate_s"] + line["time/wait_for_rewards_s"] for line in lines
         )
-    found["ratio of rollouts"] = {"true / false": found["true"]["rollout_s"] / found["false"]["rollout_s"]}
-    return found
+    results["ratio of rollouts"] = {"true / false": results["true"]["rollout_s"] / results["false"]["rollout_s"]}
+    return results
 
 
 def main() -> None:

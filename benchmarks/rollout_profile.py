@@ -20,9 +20,9 @@ KINDS = {
 
 def shares(work: Callable[[], object]) -> dict[str, float]:
     """Shares of the CPU time of ``work`` by kind; the profiler lengthens small operations and Python most."""
-    with profile(activities=[ProfilerActivity.CPU]) as found, record_function("work"):
+    with profile(activities=[ProfilerActivity.CPU]) as result, record_function("work"):
         work()
-    events = found.key_averages()
+    events = result.key_averages()
     total = sum(event.self_cpu_time_total for event in events)
     taken = dict.fromkeys([*KINDS, "Python"], 0.0)
     for event in events:

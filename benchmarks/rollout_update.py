@@ -177,7 +177,7 @@ def gradients(model: DiffusionModel, work: Callable[[], None]) -> torch.Tensor:
     """All gradients after ``work``, as one vector."""
     model.denoiser.zero_grad()
     work()
-    trained = [each for each in model.denoiser.parameters() if each.requires_grad]
+    trained = [parameter for parameter in model.denoiser.parameters() if parameter.requires_grad]
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu() for p in trained])
 
 
@@ -260,7 +260,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     branches = 1 if arguments.guidance == 1.0 or model.embeds_guidance else 2
     operations = {"rollout": NUM_STEPS * branches * forward, "update": len(TRAINED) * branches * training}
     peak = peak_flops(model.device, "bf16" if arguments.precision == "bf16" else "no", arguments.peak_tflops)
-    weights = sum(each.numel() for each in model.denoiser.parameters())
+    weights = sum(parameter.numel() for parameter in model.denoiser.parameters())
     result: dict[str, Any] = {"parameters": weights, "images_per_pass": arguments.micro_batch}
     result["rows_per_replay"] = side.replay_batch * len(TRAINED)
     taken: dict[str, list[float]] = {"rollout": [], "update": []}
@@ -272,12 +272,12 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
             memory_in_use()  # begins a new peak
             taken[phase].append(seconds(run, model.device))
             memory[phase] = memory_in_use()
-    for phase, each in operations.items():
+    for phase, operation in operations.items():
         per_image = statistics.median(taken[phase][1:]) / len(prompts)
         result[f"{phase}_s_per_image"], result[f"{phase}_images_per_s"] = per_image, 1 / per_image
-        result[f"{phase}_tflops_per_s"] = each / per_image / 1e12
+        result[f"{phase}_tflops_per_s"] = operation / per_image / 1e12
         if peak is not None:
-            result[f"{phase}_mfu"] = each / per_image / peak
+            result[f"{phase}_mfu"] = operation / per_image / peak
         if "memory/gpu_peak_mib" in memory[phase]:
             result[f"{phase}_gpu_peak_gib"] = memory[phase]["memory/gpu_peak_mib"] / 1024
     return result
@@ -322,8 +322,8 @@ def main() -> None:
     for family in families:
         for guidance in scales or [FAMILIES[family].guidance]:
             arguments.family, arguments.guidance = family, guidance
-            found = measure(arguments) if arguments.measure else compare(arguments)
-            shown = {name: value if isinstance(value, int) else float(f"{value:.3g}") for name, value in found.items()}
+            result = measure(arguments) if arguments.measure else compare(arguments)
+            shown = {name: value if isinstance(value, int) else float(f"{value:.3g}") for name, value in result.items()}
             print(json.dumps({"family": family, "guidance": guidance, **shown}), flush=True)
 
 

@@ -71,7 +71,7 @@ def with_engine(engine: EmbeddedEngine, requests: list[GenerationRequest]) -> Ca
 
     def run(repeat: int) -> int:
         fresh = [dataclasses.replace(request, seed=request.seed + 1000 * repeat) for request in requests]
-        return sum(len(one.token_ids) for one in complete(engine, fresh, Sampling(1.0, stop_token_ids=STOP)))
+        return sum(len(sequence.token_ids) for sequence in complete(engine, fresh, Sampling(1.0, stop_token_ids=STOP)))
 
     return run
 
@@ -99,10 +99,10 @@ def with_generate(module: nn.Module, requests: list[GenerationRequest]) -> Calla
     def run(repeat: int) -> int:
         torch.manual_seed(repeat)
         with torch.no_grad():
-            found = module.generate(
+            result = module.generate(
                 input_ids, attention_mask=(input_ids > 0).long(), generation_config=generation_config()
             )
-        return int((found[:, width:] > 0).sum())  # token 0 is padding, and drawn by chance in one of 260
+        return int((result[:, width:] > 0).sum())  # token 0 is padding, and drawn by chance in one of 260
 
     return run
 
@@ -122,8 +122,8 @@ def with_generate_batch(module: nn.Module, requests: list[GenerationRequest]) ->
 
     def run(repeat: int) -> int:
         del repeat
-        found = module.generate_batch(prompts, generation_config=generation_config(), continuous_batching_config=sizes)
-        return sum(len(one.generated_tokens) for one in found.values())
+        batch = module.generate_batch(prompts, generation_config=generation_config(), continuous_batching_config=sizes)
+        return sum(len(value.generated_tokens) for value in batch.values())
 
     return run
 
@@ -160,9 +160,9 @@ def main() -> None:
                     began = clock()
                     tokens = run(repeat)
                     rates[name].append(tokens / (clock() - began))
-            for name, found in rates.items():
-                ratios = [mine / theirs for mine, theirs in zip(found, rates["generate"], strict=True)][1:]
-                rate, ratio = statistics.median(found[1:]), statistics.median(ratios)
+            for name, value in rates.items():
+                ratios = [mine / theirs for mine, theirs in zip(value, rates["generate"], strict=True)][1:]
+                rate, ratio = statistics.median(value[1:]), statistics.median(ratios)
                 print(f"| {size} | {count} | {name} | {rate:.0f} | {ratio:.2f} |", flush=True)
 
 

@@ -66,7 +66,9 @@ class Example:
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """A metric by iteration, so far."""
         path = self.folder / "metrics.jsonl"
-        return [(each["step"], each[metric]) for each in (read_jsonl(path) if path.is_file() else []) if metric in each]
+        return [
+            (entry["step"], entry[metric]) for entry in (read_jsonl(path) if path.is_file() else []) if metric in entry
+        ]
 
     @property
     def is_finished(self) -> bool:
@@ -112,7 +114,7 @@ def draw(examples: list[Example], path: Path) -> None:
             1, len(names), figsize=(2.6 * len(names), 2.3), sharey=True, layout="constrained", squeeze=False
         )
         for panel, name in zip(panels[0], names, strict=True):
-            for number, example in enumerate(each for each in examples if each.name == name):
+            for number, example in enumerate(example for example in examples if example.name == name):
                 labels = ("drawn", "held out") if number == 0 else (None, None)
                 panel.plot(*zip(*example.curve(DRAWN), strict=True), "C0", alpha=0.3, label=labels[0])
                 panel.plot(*zip(*example.curve(HELD_OUT), strict=True), "C1o-", markersize=3, label=labels[1])
@@ -138,7 +140,7 @@ def main() -> None:
         for example in examples:
             if example.name in (arguments.only or TITLES) and not example.is_finished:
                 example.run()
-    begun = [each for each in examples if len(each.curve(HELD_OUT)) > 1]
+    begun = [example for example in examples if len(example.curve(HELD_OUT)) > 1]
     if not begun:
         raise UserError("no example has run yet: start without --only-picture")
     for picture, is_published in {"text_rl_examples.svg": False, "smollm2_rl.svg": True}.items():

@@ -60,7 +60,7 @@ class Ascii(Reward):
     type: ClassVar[str] = "ascii"
 
     def score(self, samples: list[Sample]) -> list[float]:
-        return [share(each.text or "") for each in samples]
+        return [share(sample.text or "") for sample in samples]
 
 
 def prompts() -> list[str]:
@@ -159,16 +159,16 @@ class Phases:
         inner: Callable[..., Any] = getattr(owner, name)
 
         def call(*given: Any, **named: Any) -> Any:
-            since, found = self._now(), []
+            since, results = self._now(), []
             work = partial(inner, *given, **named)
             if self._profiled:
-                for kind, share in shares(lambda: found.append(work())).items():
+                for kind, share in shares(lambda: results.append(work())).items():
                     taken = share * (time.process_time() - since[0])
                     self._spent[f"{phase}/{kind}"] = self._spent.get(f"{phase}/{kind}", 0.0) + taken
             else:
-                found.append(work())
+                results.append(work())
             self._add(phase, since)
-            return found[0]
+            return results[0]
 
         setattr(owner, name, call)
 
@@ -248,9 +248,9 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> None:
     scored, log_probs = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
 
     def counted(*given: Any, **named: Any) -> Any:
-        found = scored(*given, **named)
-        tokens[0] = float(found["completion_mask"].sum())
-        return found
+        result = scored(*given, **named)
+        tokens[0] = float(result["completion_mask"].sum())
+        return result
 
     trainer._generate_and_score_completions = counted
     phases.watch(trainer, "_generate", "draw")
@@ -283,7 +283,7 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
     update_policy, reduce_and_clip, policy_loss = task.update_policy, task.reduce_and_clip, task.policy_loss
 
     def watched(actor: Any, part: Any, advantages: Any, *given: Any) -> Any:
-        weights = {name: each.detach().clone() for name, each in actor.model.plain.named_parameters()}
+        weights = {name: parameter.detach().clone() for name, parameter in actor.model.plain.named_parameters()}
         kept.update(part=part, advantages=advantages.values.clone(), weights=weights, loss=0.0)
         return update_policy(actor, part, advantages, *given)
 
@@ -293,7 +293,7 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
         return loss
 
     def before(model: Any, *given: Any) -> float:
-        kept["gradients"] = {name: each.grad.clone() for name, each in model.named_parameters()}
+        kept["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         return reduce_and_clip(model, *given)
 
     task.update_policy, task.policy_loss, task.reduce_and_clip = watched, loss_of, before
@@ -324,13 +324,13 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
     if arguments.kl[0]:  # the model still has the weights of the beginning
         whole = [torch.cat([inputs[f"prompt_{what}"], inputs[f"completion_{what}"]], 1) for what in ("ids", "mask")]
         with torch.no_grad():
-            found = trainer._get_per_token_logps_and_entropies(model, *whole, inputs["completion_ids"].shape[1])
-        inputs["ref_per_token_logps"] = found[0]
+            result = trainer._get_per_token_logps_and_entropies(model, *whole, inputs["completion_ids"].shape[1])
+        inputs["ref_per_token_logps"] = result[0]
     model.load_state_dict(kept["weights"], strict=False)
     model.train()
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    pairs = [(each.grad, kept["gradients"][name]) for name, each in model.named_parameters()]
+    pairs = [(parameter.grad, kept["gradients"][name]) for name, parameter in model.named_parameters()]
     largest = max(float(ours.abs().max()) for _, ours in pairs)
     return kept["loss"], float(loss.detach()), max(float((a - b).abs().max()) for a, b in pairs) / largest
 
@@ -377,7 +377,7 @@ class Side:
 
 def measure(arguments: argparse.Namespace, **changes: Any) -> dict[str, list[dict[str, float]]]:
     """Iterations of both sides, in turns."""
-    case, found = changes["case"], {side: [] for side in SIDES}
+    case, actual = changes["case"], {side: [] for side in SIDES}
     expected = float(arguments.prompts * arguments.group * arguments.tokens)
     with tempfile.TemporaryDirectory() as folder:
         sides = [Side(arguments, side, folder, changes) for side in SIDES]
@@ -391,22 +391,22 @@ def measure(arguments: argparse.Namespace, **changes: Any) -> dict[str, list[dic
                     if case == "fixed" and (line["tokens"], line["trained"]) != (expected, expected):
                         raise SystemExit(f"{side.side} was to draw and train {expected} tokens: {line}")
                     if number > 0:
-                        found[side.side].append(line)
+                        actual[side.side].append(line)
         finally:
             for side in sides:
                 side.process.kill()
                 side.process.wait()
-    for line in [line for lines in found.values() for line in lines]:
+    for line in [line for lines in actual.values() for line in lines]:
         for kind in ("cpu", "wall"):
             line[f"update/{kind}"] = line[f"all/{kind}"] - line[f"draw/{kind}"] - line.get(f"others/{kind}", 0.0)
-    return found
+    return actual
 
 
 def compare(arguments: argparse.Namespace, label: str, **changes: Any) -> None:
     """Prints ratios of neighbouring iterations, sfumato over TRL; tokens and seconds of both."""
-    found = measure(arguments, **changes)
+    result = measure(arguments, **changes)
     print(f"{label}: sfumato / TRL, median (smallest to largest) of {arguments.rounds} pairs of iterations")
-    pairs = list(zip(found["sfumato"], found["trl"], strict=True))
+    pairs = list(zip(result["sfumato"], result["trl"], strict=True))
     for kind in ("cpu", "wall"):
         shown = []
         for phase in (f"{name}/{kind}" for name in ("all", *PHASES)):
@@ -416,7 +416,7 @@ def compare(arguments: argparse.Namespace, label: str, **changes: Any) -> None:
         whole = f"all/{kind}"
         ratios = [ours[whole] / ours["tokens"] * theirs["tokens"] / theirs[whole] for ours, theirs in pairs]
         print("   ", ", ".join(shown), f"whole per drawn token {statistics.median(ratios):.2f}", sep="  ")
-    for side, lines in found.items():
+    for side, lines in result.items():
         print(f"    {side:8}", *(f"{name} {statistics.median(line[name] for line in lines):.3f}" for name in lines[0]))
     sys.stdout.flush()
 

@@ -75,11 +75,11 @@ OWN = ("sfumato", "tokenise", "small")
 def texts(kind: str, count: int) -> list[str]:
     """Documents whose number of bytes is one less than their number of tokens, the last of which ends the text."""
     source = random.Random(0)
-    found = []
+    results = []
     for _ in range(count):
         length = ROW if kind == "full" else min(max(int(source.lognormvariate(0, 0.8) * MEDIAN), 8), ROW)
-        found.append("".join(source.choices("abcdefghijklmnopqrstuvwxyz ", k=length - 1)))
-    return found
+        results.append("".join(source.choices("abcdefghijklmnopqrstuvwxyz ", k=length - 1)))
+    return results
 
 
 def encoded(kind: str, count: int) -> list[list[int]]:
@@ -313,9 +313,9 @@ def main() -> None:
 
         torch.set_num_threads(1)
         name, kind, steps, folder = arguments.inside
-        found = RUNS[name](kind, int(steps), Path(folder))
+        result = RUNS[name](kind, int(steps), Path(folder))
         used = resource.getrusage(resource.RUSAGE_SELF)
-        print(*(found if isinstance(found, tuple) else (found, used.ru_utime + used.ru_stime)))
+        print(*(result if isinstance(result, tuple) else (result, used.ru_utime + used.ru_stime)))
         return
     chosen = {
         label: run for label, run in CANDIDATES.items() if not arguments.only or any(x in label for x in arguments.only)
@@ -332,7 +332,7 @@ def main() -> None:
                 before.setdefault(label, []).append(rate_of(name, kind, arguments.steps, arguments.before.resolve()))
     if before:
         print_before(rates, before)
-    medians = {label: statistics.median(found) for label, found in rates.items()}
+    medians = {label: statistics.median(rate) for label, rate in rates.items()}
     base = medians.get("plain loop, full", next(iter(medians.values())))
     print(f"{'':32}{'tokens / CPU s':>16}{'ratio':>8}   spread")
     for label, rate in medians.items():

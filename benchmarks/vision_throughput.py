@@ -102,7 +102,7 @@ def conversations(count: int) -> Iterator[dict[str, Any]]:
             url = f"data:image/png;base64,{base64.b64encode(as_png(image)).decode()}"
             content.append({"type": "image", "image": url})
         lengths = [min(max(int(source.lognormvariate(0, 0.8) * MEDIAN / 2), 4), 200) for _ in range(2)]
-        question, answer = ("".join(source.choices("abcdefghijklmnopqrstuvwxyz ", k=each)) for each in lengths)
+        question, answer = ("".join(source.choices("abcdefghijklmnopqrstuvwxyz ", k=length)) for length in lengths)
         content.append({"type": "text", "text": question})
         yield {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
 
@@ -224,9 +224,9 @@ def balance(num_steps: int) -> dict[str, float]:
         samples = [transform(FiledRow(next(rows)), "a row")[0] for _ in range(GLOBAL_BATCH)]
         documents = [sample.documents[0] for sample in samples]
         lengths = [sample.num_tokens for sample in samples]
-        shapes = [[] if each.images is None else [each.images.shapes] for each in documents]
+        shapes = [[] if document.images is None else [document.images.shapes] for document in documents]
         texts = [float(flops.of_document(length)) for length in lengths]
-        work = [cost + sum(map(flops.sight.of_images, own)) for cost, own in zip(texts, shapes, strict=True)]
+        work = [cost + sum(map(flops.sight.of_images, shape)) for cost, shape in zip(texts, shapes, strict=True)]
         ways = {
             "in their order": [[list(range(rank, GLOBAL_BATCH, RANKS))] for rank in range(RANKS)],
             "by tokens": pack(lengths, lengths, ROW, RANKS),
@@ -237,7 +237,7 @@ def balance(num_steps: int) -> dict[str, float]:
             # ranks wait for each other in each micro-batch: fsdp gathers weights there
             most = [max(sum(work[each] for each in part) for part in parts) for parts in zip(*ranks, strict=True)]
             lost.setdefault(name, []).append(1 - sum(work) / RANKS / sum(most))
-    return {name: statistics.mean(found) for name, found in lost.items()}
+    return {name: statistics.mean(value) for name, value in lost.items()}
 
 
 def media_rows(folder: Path, kind: str, count: int) -> Path:
@@ -296,7 +296,7 @@ def media(repeats: int) -> None:
             store = build_token_store(sources, transform, folder / "cache", 1, 0, said.append)
             started = time.perf_counter()
             cache = build_media_cache(store, sources.rows, transform, folder / "cache", 1, said.append)
-            made, size = time.perf_counter() - started, sum(each.stat().st_size for each in cache.folder.iterdir())
+            made, size = time.perf_counter() - started, sum(path.stat().st_size for path in cache.folder.iterdir())
             samples, taken = [store.sample(index) for index in range(count)], {}
             for _ in range(repeats):
                 ways = {"one thread": transform.reader.tensors, "threads": transform.reader.tensors}
@@ -311,9 +311,9 @@ def media(repeats: int) -> None:
                     took = time.perf_counter() - begun[0], time.process_time() - begun[1]
                     taken.setdefault(way, []).append([1000 * each / count for each in took])
             print(f"{kind}s: cache of {size / count / 1e6:.1f} MB a conversation, made in {1000 * made / count:.0f} ms")
-            for way, found in taken.items():
-                wall, cpu = (statistics.median(each) for each in zip(*found, strict=True))
-                ratio = [one[0] / own[0] for one, own in zip(taken["one thread"], found, strict=True)]
+            for way, value in taken.items():
+                wall, cpu = (statistics.median(each) for each in zip(*value, strict=True))
+                ratio = [one[0] / own[0] for one, own in zip(taken["one thread"], value, strict=True)]
                 print(f"  {way:18}{wall:8.1f} ms {cpu:8.1f} ms of CPU   ratio {statistics.median(ratio):.2f}")
 
 
@@ -343,9 +343,9 @@ def main() -> None:
         return
     rates = [{name: rate_of(name, arguments.steps) for name in RUNS} for _ in range(arguments.repeats)]
     for name in RUNS:
-        found = [each[name] for each in rates]
-        print(f"{name:10}{statistics.median(found):8.0f} tokens / CPU s   {min(found):.0f} to {max(found):.0f}")
-    ratios = [each["sfumato"] / each["plain"] for each in rates]
+        results = [rate[name] for rate in rates]
+        print(f"{name:10}{statistics.median(results):8.0f} tokens / CPU s   {min(results):.0f} to {max(results):.0f}")
+    ratios = [rate["sfumato"] / rate["plain"] for rate in rates]
     print(f"ratio     {statistics.median(ratios):8.2f}                    {min(ratios):.2f} to {max(ratios):.2f}")
 
 

@@ -95,8 +95,8 @@ CLOCKS = {"wall": time.perf_counter, "cpu": time.thread_time}
 
 def copy_seconds(peer: Peer, repeats: int, clock: str = "wall") -> float:
     """A plain copy of what is trained, as the sampler holds it."""
-    source = [each.detach().clone() for each in trainable_parameters(peer.received_module).values()]
-    target = [each.clone() for each in source]
+    source = [parameter.detach().clone() for parameter in trainable_parameters(peer.received_module).values()]
+    target = [tensor.clone() for tensor in source]
     return min(timed(lambda: [left.copy_(right) for left, right in zip(target, source, strict=True)], repeats, clock))
 
 
@@ -122,12 +122,12 @@ def link_seconds(num_bytes: int, bucket_bytes: int, repeats: int) -> float:
 
 def sent_bytes(peer: Peer) -> int:
     """Of a version."""
-    return sum(each.nbytes for each in trainable_parameters(peer.received_module).values())
+    return sum(parameter.nbytes for parameter in trainable_parameters(peer.received_module).values())
 
 
 def num_parameters(peer: Peer) -> int:
     """Of the whole model."""
-    return sum(each.numel() for each in all_parameters(peer.received_module).values())
+    return sum(parameter.numel() for parameter in all_parameters(peer.received_module).values())
 
 
 def timed(function: Any, repeats: int, clock: str) -> list[float]:
@@ -212,7 +212,7 @@ def engine_rows(layers: int, width: int, counts: list[int], repeats: int, bucket
     """Prints a table of weights that come to engines of several ranks on this machine."""
     tokens = torch.arange(32).view(2, 16)
     build = partial(language_model, layers, width)
-    num_bytes = sum(each.numel() * 4 for each in build().parameters())
+    num_bytes = sum(parameter.numel() * 4 for parameter in build().parameters())
     print(f"{num_bytes / 1e6:.1f} MB, float32, to engines that load safetensors; buckets of {bucket_mb:g} MiB")
     print(
         f"{'ranks':>5} {'transport':10} {'place':7} {'held MB':>8} {'transfer':>9} {'apply':>8} {'actor MB':>9} "
@@ -247,8 +247,8 @@ def engine_rows(layers: int, width: int, counts: list[int], repeats: int, bucket
 
 
 def main() -> None:
-    choose_kernels()
     """Prints a table."""
+    choose_kernels()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=768)

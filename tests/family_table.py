@@ -62,7 +62,7 @@ def guidance_of(family: type[DiffusionModel], rows: list[Row]) -> str:
     """How the tested models are guided."""
     embeds = {bool(row.describe().get("transformer", {}).get("guidance_embeds")) for row in rows} or {False}
     kinds = {True: "an input", False: "two branches"}
-    guidance = " or ".join(kinds[each] for each in sorted(embeds, reverse=True))
+    guidance = " or ".join(kinds[embed] for embed in sorted(embeds, reverse=True))
     return f"{guidance}, rescaled" if family.guide is not DiffusionModel.guide else guidance
 
 

@@ -46,7 +46,7 @@ class Actor:
     def sent_weights(self, version: int) -> Iterator[nn.Module]:
         sent = Policy()
         with torch.no_grad():
-            for parameter in (each for each in sent.parameters() if each.requires_grad):
+            for parameter in (parameter for parameter in sent.parameters() if parameter.requires_grad):
                 parameter += version / 10 * self.rate
         yield sent
 

@@ -94,9 +94,9 @@ def run_hostile(task: ModuleType, schema: type[Section], arguments: list[str], f
     text = log.read_text(errors="replace")
     is_at_work = bool(done == 0 and most - before <= LIMIT_BYTES and re.search(r"step \d+/\d+ .*eta", text))
     code = None if made_step or is_at_work else os.waitstatus_to_exitcode(status)
-    found = Ending(code, text, usage.ru_utime + usage.ru_stime, most - before)
+    ending = Ending(code, text, usage.ru_utime + usage.ru_stime, most - before)
     shutil.rmtree(folder, ignore_errors=True)
-    return found
+    return ending
 
 
 def _become(folder: Path, log: Path) -> None:

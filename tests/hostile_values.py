@@ -50,8 +50,8 @@ def fields_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
             yield from fields_of(section, f"{entry}.")
         for variant in (each for each in inside if isinstance(each, Variant)):
             for kind, cls in find_variants(variant.source).items():
-                fields = [each for each in dataclasses.fields(cls) if each.init]
-                needed = [each.name for each in fields if each.default is dataclasses.MISSING]
+                fields = [field for field in dataclasses.fields(cls) if field.init]
+                needed = [field.name for field in fields if field.default is dataclasses.MISSING]
                 around = [f"--{entry}.type={kind}", *(f"--{entry}.{each}={REQUIRED.get(each, 'x')}" for each in needed)]
                 for each in fields:
                     yield f"{entry}.{each.name}", around

@@ -44,9 +44,9 @@ class Handler(BaseHTTPRequestHandler):
         assert self.path == "/v1/chat/completions", self.path
         content = self.body["messages"][-1]["content"]
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        self.texts = [each["text"] for each in parts if each["type"] == "text"]
-        self.images = [decode(each["image_url"]["url"]) for each in parts if each["type"] == "image_url"]
-        self.light = [float(each.mean()) / 255 for each in self.images]
+        self.texts = [part["text"] for part in parts if part["type"] == "text"]
+        self.images = [decode(part["image_url"]["url"]) for part in parts if part["type"] == "image_url"]
+        self.light = [float(image.mean()) / 255 for image in self.images]
         model, _, times = name.partition("-")
         if self.texts == ["Reply with the word Yes."] and model != "missing":
             getattr(self, model if model == "unlogged" else "yes_or_no")()
@@ -90,7 +90,7 @@ class Handler(BaseHTTPRequestHandler):
         light = self.light[-1] if self.light else 0.5
         assert (self.body.get("logprobs"), self.body.get("top_logprobs")) in ((True, 20), (None, None))
         tokens = {" Yes": 0.6 * light, "yes": 0.2 * light, "NO": 0.8 * (1 - light), "Maybe": 0.2}
-        top = [{"token": token, "logprob": math.log(each), "bytes": None} for token, each in tokens.items() if each]
+        top = [{"token": token, "logprob": math.log(value), "bytes": None} for token, value in tokens.items() if value]
         self.say("Yes", "length", {"content": [{**top[0], "top_logprobs": top}]})
 
     def compare(self) -> None:
@@ -111,7 +111,7 @@ class Handler(BaseHTTPRequestHandler):
 
     def echo(self) -> None:
         """Says what it was asked."""
-        self.say(json.dumps({**self.body, "shapes": [each.shape for each in self.images]}))
+        self.say(json.dumps({**self.body, "shapes": [image.shape for image in self.images]}))
 
     def slow_first(self) -> None:
         """Answers bright pictures later than dark ones."""

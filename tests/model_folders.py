@@ -192,7 +192,9 @@ def build_tokenizer(name: str, template: str | None = None) -> Any:
         eos_token=about.eos,
         bos_token=about.bos,
         pad_token=about.pad,
-        additional_special_tokens=[each for each in about.specials if each not in (about.eos, about.bos, about.pad)],
+        additional_special_tokens=[
+            special for special in about.specials if special not in (about.eos, about.bos, about.pad)
+        ],
     )
     tokenizer.chat_template = template or about.template
     return tokenizer

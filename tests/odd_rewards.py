@@ -28,7 +28,7 @@ class Awkward(Reward):
             os._exit(7)
 
     def score(self, samples):
-        if any(each.prompt == "no row" for each in samples):
+        if any(sample.prompt == "no row" for sample in samples):
             raise DataError("the row of 'no row' is broken")
         time.sleep(0.05)
         return [float(os.getpid())] * len(samples)
@@ -41,7 +41,7 @@ class Rank(Reward):
     groupwise: ClassVar[bool] = True
 
     def score(self, samples):
-        means = np.array([each.image.mean() for each in samples])
+        means = np.array([sample.image.mean() for sample in samples])
         return means - means.mean()
 
 
@@ -64,14 +64,14 @@ class Spoiler(Reward):
         import torch
 
         values = [1.0] * len(samples)
-        for each in samples:
-            each.image[:] = 0
-            torch.from_numpy(each.image).add_(7)
-            if each.source is not None:
-                each.source.fill(0)
-            each.metadata["target"] = "spoiled"
-            each.metadata["list"].append("spoiled")
-            object.__setattr__(each, "prompt", "spoiled")
+        for sample in samples:
+            sample.image[:] = 0
+            torch.from_numpy(sample.image).add_(7)
+            if sample.source is not None:
+                sample.source.fill(0)
+            sample.metadata["target"] = "spoiled"
+            sample.metadata["list"].append("spoiled")
+            object.__setattr__(sample, "prompt", "spoiled")
         samples.clear()
         return values
 
@@ -90,8 +90,8 @@ class Blackener(Reward):
     """Writes into the pictures of any prompt."""
 
     def score(self, samples):
-        for each in samples:
-            each.image[:] = 0
+        for sample in samples:
+            sample.image[:] = 0
         return [0.0] * len(samples)
 
 

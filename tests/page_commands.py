@@ -37,22 +37,22 @@ class Command:
 
 def commands_of(page: Path) -> list[Command]:
     """The commands of a page in their order, each once."""
-    text, name, found = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)), []
+    text, name, results = page.read_text(encoding="utf-8"), str(page.relative_to(ROOT)), []
     for kind, block in FENCE.findall(text):
         if kind in ("", "bash", "sh"):
-            found += _of_block(name, block)
+            results += _of_block(name, block)
     text = FENCE.sub("", text)
     for block in INDENTED.findall(text):
-        found += _of_block(name, block)
+        results += _of_block(name, block)
     for span in INLINE.findall(INDENTED.sub("", text)):
         words = _split(" ".join(span.split()))
         if len(words) > 1 and _program(words) in PROGRAMS:
-            found += _of_block(name, " ".join(span.split()))
-    return list(dict.fromkeys(found))
+            results += _of_block(name, " ".join(span.split()))
+    return list(dict.fromkeys(results))
 
 
 def _of_block(page: str, block: str) -> list[Command]:
-    found, variables = [], {}
+    results, variables = [], {}
     for line in re.sub(r"\\\n\s*", " ", block).splitlines():
         for name, value in variables.items():
             line = line.replace(f"${name}", value)
@@ -64,12 +64,12 @@ def _of_block(page: str, block: str) -> list[Command]:
         if not words:
             variables |= environment
         elif words[0] in PROGRAMS:
-            found.append(Command(page, tuple(words), environment))
-    return found
+            results.append(Command(page, tuple(words), environment))
+    return results
 
 
 def _program(words: list[str]) -> str:
-    return next((each for each in words if not ASSIGNMENT.fullmatch(each)), "")
+    return next((word for word in words if not ASSIGNMENT.fullmatch(word)), "")
 
 
 def _split(line: str) -> list[str]:

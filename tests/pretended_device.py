@@ -117,49 +117,49 @@ class _Functions(TorchFunctionMode):
         kwargs, device = kwargs or {}, self.device
         name = getattr(func, "__name__", "")
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.device:
-            found = func(*args, **kwargs)
-            return DEVICE if found.type == "cpu" and device.holds(args[0]) else found
+            result = func(*args, **kwargs)
+            return DEVICE if result.type == "cpu" and device.holds(args[0]) else result
         own = args[0] if args and isinstance(args[0], Tensor) else None
         if name in READS and own is not None and device.holds(own):
             device.wait(name)
-            found = func(own.clone() if name in ("cpu", "numpy") else own, *args[1:], **kwargs)
-            return device.leave(found) if isinstance(found, Tensor) else found
+            result = func(own.clone() if name in ("cpu", "numpy") else own, *args[1:], **kwargs)
+            return device.leave(result) if isinstance(result, Tensor) else result
         before = device.is_computing
         device.is_computing = name != "backward" and any(map(device.holds, _tensors(args, kwargs)))
         try:
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
         finally:
             device.is_computing = before
         if func is torch.Tensor.to or name in ("to", "type_as"):
-            return self._moved(own, found, args, kwargs)
+            return self._moved(own, result, args, kwargs)
         asked = kwargs.get("device")
-        if asked is not None and isinstance(found, Tensor) and torch.device(asked) == DEVICE:
+        if asked is not None and isinstance(result, Tensor) and torch.device(asked) == DEVICE:
             if name in ("tensor", "as_tensor", "asarray"):
                 device.wait(name)
-                found = found.clone() if name != "tensor" else found
-            for each in tree_leaves(found):
-                device.take(each)
-        return found
+                result = result.clone() if name != "tensor" else result
+            for leaf in tree_leaves(result):
+                device.take(leaf)
+        return result
 
-    def _moved(self, own: Tensor, found: Tensor, args: Any, kwargs: Any) -> Tensor:
+    def _moved(self, own: Tensor, actual: Tensor, args: Any, kwargs: Any) -> Tensor:
         target = kwargs.get("device", next((each for each in args[1:] if isinstance(each, torch.device | str)), None))
         like = next((each for each in args[1:] if isinstance(each, Tensor)), None)
         if like is not None:
             target = DEVICE if self.device.holds(like) else HOST
         if target is None:
-            return found
+            return actual
         target, source = torch.device(target), DEVICE if self.device.holds(own) else HOST
         if target.type != "cpu" or own.device.type != "cpu":
-            return found
+            return actual
         if target == source:  # cpu:0 is another device than cpu for torch, which copies
-            return own if found.dtype == own.dtype and not kwargs.get("copy") else found
+            return own if actual.dtype == own.dtype and not kwargs.get("copy") else actual
         flags = [each for each in args[1:] if isinstance(each, bool)]
         if not (kwargs.get("non_blocking") or flags[:1] == [True]) or target == HOST:
             self.device.wait(f"to {'host' if target == HOST else 'device'}")
-        found = found.clone()
+        actual = actual.clone()
         if target == DEVICE:
-            return self.device.take(found)
-        return self.device.leave(found)
+            return self.device.take(actual)
+        return self.device.leave(actual)
 
 
 class _Operations(TorchDispatchMode):
@@ -172,23 +172,25 @@ class _Operations(TorchDispatchMode):
         given = _tensors(args, kwargs)
         mine = [each for each in given if device.holds(each)]
         if not mine:
-            found = func(*args, **kwargs)
+            result = func(*args, **kwargs)
             if device.is_computing and not given:
-                for each in _tensors(found):
-                    device.take(each)
-            return found
+                for tensor in _tensors(result):
+                    device.take(tensor)
+            return result
         name = func.name().removeprefix("aten::").partition(".")[0]
-        others = [each for each in given if each.ndim > 0 and each.device.type == "cpu" and not device.holds(each)]
+        others = [
+            tensor for tensor in given if tensor.ndim > 0 and tensor.device.type == "cpu" and not device.holds(tensor)
+        ]
         if name in SYNCHRONISES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             device.wait(name)
         if name in INDEXES:
-            index = [each for each in tree_leaves(args[1]) if isinstance(each, Tensor)]
-            for each in index:
-                if each.dtype in (torch.bool, torch.uint8) and device.holds(each):
+            index = [leaf for leaf in tree_leaves(args[1]) if isinstance(leaf, Tensor)]
+            for tensor in index:
+                if tensor.dtype in (torch.bool, torch.uint8) and device.holds(tensor):
                     device.wait(f"{name} by a mask")
-                elif not device.holds(each) and each.ndim:
+                elif not device.holds(tensor) and tensor.ndim:
                     device.wait(f"{name} by indices of the host")
-            others = [each for each in others if not any(each is one for one in index)]
+            others = [other for other in others if not any(other is one for one in index)]
         if name == "copy_":
             source, target = device.holds(args[1]), device.holds(args[0])
             if source != target:
@@ -198,11 +200,11 @@ class _Operations(TorchDispatchMode):
         # autograd makes zeros in the place of gradients that there are not
         in_backward = torch._C._current_graph_task_id() != -1
         if others and not in_backward and name not in ("copy_", "_to_copy", "set_", "_foreach_copy_", "resize_"):
-            raise RuntimeError(f"{name} on tensors of the device and of the host: {[each.shape for each in others]}")
-        found = func(*args, **kwargs)
-        for each in _tensors(found):
-            device.take(each)
-        return found
+            raise RuntimeError(f"{name} on tensors of the device and of the host: {[other.shape for other in others]}")
+        result = func(*args, **kwargs)
+        for tensor in _tensors(result):
+            device.take(tensor)
+        return result
 
 
 @contextmanager
@@ -233,7 +235,7 @@ def pretend_device() -> Iterator[PretendedDevice]:
 
 
 def _tensors(*given: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(given) if isinstance(each, Tensor)]
+    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -47,7 +47,7 @@ def role_config(tmp_path: Path, where: dict[str, Any], **overrides: Any) -> dict
 
 def undisturbed(config: dict[str, Any], folder: Path) -> Path:
     """The same run in one process, which is not disturbed."""
-    plain = {key: each for key, each in config.items() if key != "runtime"}
+    plain = {key: value for key, value in config.items() if key != "runtime"}
     return run_task_here("rl_diffusion", merge(plain, {"train": {"output_dir": str(folder), "save_steps": 0}}))
 
 
@@ -55,8 +55,8 @@ def assert_same(left: Path, right: Path) -> None:
     """Metrics, exported weights and the last checkpoint are equal byte by byte."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
-    found = [list_checkpoints(each / "checkpoints") for each in (left, right)]
-    last = [each[max(each)] for each in found]
+    results = [list_checkpoints(path / "checkpoints") for path in (left, right)]
+    last = [each[max(each)] for each in results]
     assert tensors_in(last[0]) == tensors_in(last[1])
     assert values_in(last[0]) == values_in(last[1])
     assert not list((left / "checkpoints").glob("*.tmp"))
@@ -113,8 +113,8 @@ class RoleRun:
         path = self.folder / "processes.json"
         if not path.exists():
             return []
-        known = [each for each in json.loads(path.read_text()) if role in (None, each["role"])]
-        return [each for each in known if is_alive(each["pid"]) and self.mark in _text(each["pid"], "environ")]
+        known = [load for load in json.loads(path.read_text()) if role in (None, load["role"])]
+        return [entry for entry in known if is_alive(entry["pid"]) and self.mark in _text(entry["pid"], "environ")]
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         """Until metrics.jsonl has that step."""
@@ -151,13 +151,13 @@ class RoleRun:
     def left(self) -> dict[int, str]:
         """Processes that are still there some time after it has ended."""
         ended = time.monotonic()
-        while found := self.marked():
+        while result := self.marked():
             waited = time.monotonic() - ended
-            agents = all("Agent" in each for each in found.values())
+            agents = all("Agent" in value for value in result.values())
             if waited > (IDLE_S if agents else LEFT_S):
                 break
             time.sleep(0.1)
-        return found
+        return result
 
 
 def is_alive(pid: int) -> bool:

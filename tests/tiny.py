@@ -288,14 +288,16 @@ def flops_counted_once(
 ) -> DenoiserFlops:
     """``denoiser_flops``, which takes as long as the rest of a tiny run, once for each kind of model in a process."""
     example = model.example_embeddings(height, width) if conditioning is None else conditioning
-    sizes = {name: tuple(each.shape[1:]) for name, each in example.items()}
+    sizes = {name: tuple(value.shape[1:]) for name, value in example.items()}
     latents = model.latent_shape(height, width, model.frames)
     configs = [
-        {name: value for name, value in each.config.items() if name != "_name_or_path"}
-        for each in model.denoiser.modules()
-        if isinstance(each, ConfigMixin)
+        {name: value for name, value in module.config.items() if name != "_name_or_path"}
+        for module in model.denoiser.modules()
+        if isinstance(module, ConfigMixin)
     ]
-    weights = [(name, tuple(each.shape), each.requires_grad) for name, each in model.denoiser.named_parameters()]
+    weights = [
+        (name, tuple(parameter.shape), parameter.requires_grad) for name, parameter in model.denoiser.named_parameters()
+    ]
     key = str((type(model), latents, sizes, configs, weights))
     if key not in _FLOPS:
         _FLOPS[key] = denoiser_flops(model, height, width, conditioning)
@@ -389,13 +391,13 @@ def weights_in(folder: Path) -> dict[str, tuple[str, list[int], bytes]]:
 
     Files are not compared as they stand, since safetensors writes several entries of metadata in random order.
     """
-    found = {
-        f"{path.relative_to(folder)}:{name}": (str(each.dtype), list(each.shape), each.numpy().tobytes())
+    results = {
+        f"{path.relative_to(folder)}:{name}": (str(value.dtype), list(value.shape), value.numpy().tobytes())
         for path in sorted(folder.rglob("*.safetensors"))
-        for name, each in load_file(path).items()
+        for name, value in load_file(path).items()
     }
-    assert found, f"no weights in {folder}"
-    return found
+    assert results, f"no weights in {folder}"
+    return results
 
 
 def _glyphs() -> dict[str, Any]:

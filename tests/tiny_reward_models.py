@@ -231,14 +231,14 @@ def write_video_reward(folder: Path, form: str = "whole") -> Path:
     if form == "whole":
         save_file(published, folder / "VideoReward.safetensors")
     else:
-        adapter = {name.replace(".default.", "."): each for name, each in published.items() if ".lora_" in name}
-        trained = {name: each for name, each in published.items() if "rm_head" in name or "visual.merger" in name}
+        adapter = {name.replace(".default.", "."): value for name, value in published.items() if ".lora_" in name}
+        trained = {name: value for name, value in published.items() if "rm_head" in name or "visual.merger" in name}
         base = {
-            name.removeprefix("base_model.model.").replace(".base_layer.", "."): each
-            for name, each in published.items()
+            name.removeprefix("base_model.model.").replace(".base_layer.", "."): value
+            for name, value in published.items()
             if ".lora_" not in name and "rm_head" not in name
         }
-        base = {name: torch.zeros_like(each) if "visual.merger" in name else each for name, each in base.items()}
+        base = {name: torch.zeros_like(value) if "visual.merger" in name else value for name, value in base.items()}
         save_file(base, folder / "model.safetensors")
         save_file(trained, folder / "non_lora_state_dict.safetensors")
         save_file(adapter, folder / "adapter_model.safetensors")

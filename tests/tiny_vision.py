@@ -217,7 +217,7 @@ def sound_row(index: int) -> dict[str, Any]:
     sounds = [data_url(sound(0.08 + 0.07 * (index % 5 + number), index + number)) for number in range(index % 3)]
     content = [
         {"type": "text", "text": f"What is number {index}?"},
-        *({"type": "audio", "audio": each} for each in sounds),
+        *({"type": "audio", "audio": sound} for sound in sounds),
     ]
     content = content[:: -1 if index % 2 else 1]
     return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {index}."}]}
@@ -293,8 +293,8 @@ def tiny_vision_config(tmp_path: Path, kind: str = "qwen2_5_vl", **overrides: An
 
 def tiny_sound_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     """As ``tiny_vision_config``, of a tiny Qwen2-Audio and 12 rows some of which have audio."""
-    found = tiny_vision_config(tmp_path, "qwen2_audio", data={"max_seq_len": 256})
-    found["data"]["data_type"] = {"type": "media_conversation"}
-    found["data"]["train_path"] = str(write_image_rows(tmp_path / "sounds.jsonl", 12, row=sound_row))
-    found["data"]["eval_path"] = str(write_image_rows(tmp_path / "held_out_sounds.jsonl", 4, 50, sound_row))
-    return merge(found, overrides)
+    result = tiny_vision_config(tmp_path, "qwen2_audio", data={"max_seq_len": 256})
+    result["data"]["data_type"] = {"type": "media_conversation"}
+    result["data"]["train_path"] = str(write_image_rows(tmp_path / "sounds.jsonl", 12, row=sound_row))
+    result["data"]["eval_path"] = str(write_image_rows(tmp_path / "held_out_sounds.jsonl", 4, 50, sound_row))
+    return merge(result, overrides)

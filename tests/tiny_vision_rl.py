@@ -60,14 +60,14 @@ def media_prompt_row(kind: str, index: int) -> dict[str, Any]:
 
 def tiny_media_rl_config(tmp_path: Path, kind: str, **overrides: Any) -> dict[str, Any]:
     """The same of prompts some of which have videos or audio."""
-    found = tiny_vision_rl_config(tmp_path, kind)
+    result = tiny_vision_rl_config(tmp_path, kind)
     limits = {} if kind == "qwen2_audio" else {"min_pixels": 64, "max_pixels": 1024}
     limits |= {} if kind == "qwen2_audio" else {"max_frames": 6, "video_min_pixels": 64, "video_max_pixels": 2048}
-    found["data"] |= {"data_type": {"type": "media_prompts", **limits}, "max_prompt_tokens": 320}
+    result["data"] |= {"data_type": {"type": "media_prompts", **limits}, "max_prompt_tokens": 320}
     for name, count, start in (("prompts", 12, 0), ("held_out_prompts", 5, 50)):
         rows = (json.dumps(media_prompt_row(kind, start + index)) for index in range(count))
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
-    return merge(found, overrides)
+    return merge(result, overrides)
 
 
 def pair_row(index: int) -> dict[str, Any]:
@@ -78,10 +78,10 @@ def pair_row(index: int) -> dict[str, Any]:
 
 def tiny_vision_pairs_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     """A ``tasks/train_text_dpo.py`` run of a tiny Qwen3-VL on such pairs."""
-    found = tiny_vision_config(tmp_path, "qwen3_vl")
+    result = tiny_vision_config(tmp_path, "qwen3_vl")
     for name, start, count in (("rows", 0, 12), ("held_out", 50, 5)):
         lines = (json.dumps(pair_row(start + index)) for index in range(count))
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    found["data"]["data_type"]["type"] = "image_preference"
-    found["eval"] = {"every_steps": 0, "num_rows": 5}
-    return merge(found, overrides)
+    result["data"]["data_type"]["type"] = "image_preference"
+    result["eval"] = {"every_steps": 0, "num_rows": 5}
+    return merge(result, overrides)

@@ -16,14 +16,14 @@ LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
 
 def samples(learned: float = 0.6) -> list[TextSample]:
     """A document of each length, of whose tokens about that fraction is in the loss mask."""
-    found = []
+    results = []
     for index, length in enumerate(LENGTHS):
         generator = np.random.default_rng(index)
         ids = generator.integers(3, 259, length).astype(np.int32)
         mask = generator.random(length) < learned
         mask[0], mask[-1] = False, True
-        found.append(TextSample((Document(ids, mask),)))
-    return found
+        results.append(TextSample((Document(ids, mask),)))
+    return results
 
 
 def batch(chosen: Sequence[TextSample], packed: bool = True) -> TokenBatch:

@@ -60,11 +60,11 @@ def document(first, length):
 def rows_of(lengths, first=0, name="rows"):
     """One row for each entry: a length, several, or the reason why it is broken."""
     made = []
-    for number, each in enumerate(lengths, start=first):
-        if isinstance(each, str):
-            made.append({"number": number, "bad": each})
+    for number, length in enumerate(lengths, start=first):
+        if isinstance(length, str):
+            made.append({"number": number, "bad": length})
         else:
-            made.append({"number": number, "lengths": [each] if isinstance(each, int) else list(each)})
+            made.append({"number": number, "lengths": [length] if isinstance(length, int) else list(length)})
     return ListRows(made, name)
 
 
@@ -78,7 +78,7 @@ def one_source(lengths):
 
 def weighted(parts, weights, level="sample", stopping="first_exhausted"):
     """Sources whose rows are numbered from 0, 1000, 2000, ..."""
-    rows = [rows_of(each, 1000 * source, f"rows{source}") for source, each in enumerate(parts)]
+    rows = [rows_of(part, 1000 * source, f"rows{source}") for source, part in enumerate(parts)]
     return Sources([f"s{source}" for source in range(len(parts))], rows, weights, level, stopping)
 
 

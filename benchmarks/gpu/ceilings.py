@@ -42,31 +42,31 @@ def cells(setting: Setting) -> dict[str, Cell]:
 
 def machine(setting: Setting) -> dict[str, Any]:
     """Versions and hardware."""
-    found: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
+    results: dict[str, Any] = {"python": platform.python_version(), "cores": os.cpu_count()}
     for name in PACKAGES:
         try:
-            found[name] = metadata.version(name)
+            results[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    found["c_compiler"] = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "none")
-    found["triton_imports"] = util.find_spec("triton") is not None
+            results[name] = "not installed"
+    results["c_compiler"] = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), "none")
+    results["triton_imports"] = util.find_spec("triton") is not None
     if setting.on_gpu:
         properties = torch.cuda.get_device_properties(0)
-        found |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
-        found |= {"gpu_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda}
-        found |= {"cudnn": torch.backends.cudnn.version(), "capability": str(torch.cuda.get_device_capability())}
-    return found
+        results |= {"gpu": properties.name, "multiprocessors": properties.multi_processor_count}
+        results |= {"gpu_gib": properties.total_memory / 2**30, "cuda": torch.version.cuda}
+        results |= {"cudnn": torch.backends.cudnn.version(), "capability": str(torch.cuda.get_device_capability())}
+    return results
 
 
 def products(setting: Setting) -> dict[str, Any]:
     """Square matrix products of random numbers, which are slower than those of zeros: TFLOP/s by precision."""
-    size, found = setting.size(8192, 256), {}
+    size, results = setting.size(8192, 256), {}
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
         left, right = (torch.randn(size, size, device=setting.device).to(dtype) for _ in range(2))
         out = torch.empty_like(left)
         seconds = setting.seconds(lambda a=left, b=right, o=out: torch.mm(a, b, out=o), setting.size(20, 2))
-        found[f"{name}_tflops_per_s"] = 2 * size**3 / seconds / 1e12
-    return found
+        results[f"{name}_tflops_per_s"] = 2 * size**3 / seconds / 1e12
+    return results
 
 
 def copies(setting: Setting) -> dict[str, Any]:
@@ -74,14 +74,14 @@ def copies(setting: Setting) -> dict[str, Any]:
     count = setting.size(2**31, 2**22)
     source = torch.empty(count, dtype=torch.uint8, device=setting.device).random_(0, 256)
     target = torch.empty_like(source)
-    found = {"device_gb_per_s": 2 * count / setting.seconds(lambda: target.copy_(source), 5) / 1e9}
+    results = {"device_gb_per_s": 2 * count / setting.seconds(lambda: target.copy_(source), 5) / 1e9}
     if setting.on_gpu:
         pinned = torch.empty(count // 4, dtype=torch.uint8, pin_memory=True)
         part = source[: count // 4]
         to_cpu = setting.seconds(lambda: pinned.copy_(part, non_blocking=True), 3, warm_up=1)
         to_gpu = setting.seconds(lambda: part.copy_(pinned, non_blocking=True), 3, warm_up=1)
-        found |= {"to_cpu_gb_per_s": count / 4 / to_cpu / 1e9, "to_gpu_gb_per_s": count / 4 / to_gpu / 1e9}
-    return found
+        results |= {"to_cpu_gb_per_s": count / 4 / to_cpu / 1e9, "to_gpu_gb_per_s": count / 4 / to_gpu / 1e9}
+    return results
 
 
 def attention(setting: Setting) -> dict[str, Any]:
@@ -92,7 +92,7 @@ def attention(setting: Setting) -> dict[str, Any]:
     """
     shape = setting.size((8, 24, 1280, 64), (2, 2, 32, 16))
     made = [torch.randn(shape, device=setting.device).to(torch.bfloat16) for _ in range(3)]
-    found: dict[str, Any] = {"default": kernel_of(lambda: functional.scaled_dot_product_attention(*made), setting)}
+    results: dict[str, Any] = {"default": kernel_of(lambda: functional.scaled_dot_product_attention(*made), setting)}
     backends = torch.nn.attention.SDPBackend
     named = {
         "flash": backends.FLASH_ATTENTION,
@@ -106,16 +106,16 @@ def attention(setting: Setting) -> dict[str, Any]:
             try:
                 plain = functional.scaled_dot_product_attention(*made)
             except RuntimeError:  # this device has no such kernel
-                found[name] = "none"
+                results[name] = "none"
                 continue
             seconds = setting.seconds(lambda: functional.scaled_dot_product_attention(*made), setting.size(20, 1))
-            found[f"{name}_tflops_per_s"] = operations / seconds / 1e12
-            wanting = [each.clone().requires_grad_() for each in made]
+            results[f"{name}_tflops_per_s"] = operations / seconds / 1e12
+            wanting = [tensor.clone().requires_grad_() for tensor in made]
             with_gradients = functional.scaled_dot_product_attention(*wanting).detach()
             one = functional.scaled_dot_product_attention(*(each[:1] for each in made))
-            found[f"same_bits_with_gradients_{name}"] = bool(torch.equal(plain, with_gradients))
-            found[f"same_bits_in_a_batch_of_one_{name}"] = bool(torch.equal(plain[:1], one))
-    return found
+            results[f"same_bits_with_gradients_{name}"] = bool(torch.equal(plain, with_gradients))
+            results[f"same_bits_in_a_batch_of_one_{name}"] = bool(torch.equal(plain[:1], one))
+    return results
 
 
 def kernel_of(work: Callable[[], Any], setting: Setting) -> str:

@@ -104,7 +104,7 @@ def judge(bounds: Iterable[Bound], cell: str, values: dict[str, Any], setting: S
     ]
 
 
-def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference by the norm of what is expected, in float64 on the CPU."""
-    found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
-    return float((found - expected).norm() / expected.norm().clamp(min=1e-300))
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-300))

@@ -51,7 +51,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 def with_gradients(work: Callable[..., Tensor], upstream: Tensor, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     """The result, and the gradients of all inputs."""
-    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in inputs]
     out = work(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream.to(out))]
 
@@ -78,22 +78,22 @@ def packed_attention(setting: Setting) -> dict[str, Any]:
 
     def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         parts = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
-        found = []
+        results = []
         for q, k, v in zip(*parts, strict=True):
             k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
             scores = (q @ k.mT / width**0.5).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
-            found.append(scores.softmax(-1) @ v)
-        return torch.cat(found, dim=2).transpose(1, 2)
+            results.append(scores.softmax(-1) @ v)
+        return torch.cat(results, dim=2).transpose(1, 2)
 
     def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return attend(nn.Module(), query, key, value, None, position_ids=on_device)[0]
 
-    truth = with_gradients(expected, upstream, tuple(each.double() for each in inputs))
+    truth = with_gradients(expected, upstream, tuple(tensor.double() for tensor in inputs))
     on_device = places.to(setting.device)
-    moved = tuple(each.to(setting.device) for each in inputs)
-    found = with_gradients(ours, upstream.to(setting.device), moved)
+    moved = tuple(tensor.to(setting.device) for tensor in inputs)
+    actual = with_gradients(ours, upstream.to(setting.device), moved)
     names = ("forward", "query", "key", "value")
-    values = errors_of(names, found, truth)
+    values = errors_of(names, actual, truth)
     kernel = kernel_of(lambda: ours(*moved), setting)
     seconds = setting.seconds(lambda: with_gradients(ours, upstream.to(setting.device), moved), setting.size(10, 1))
     return values | {"kernel": kernel, "ms": seconds * 1e3}
@@ -110,14 +110,14 @@ def grouped_products(setting: Setting) -> dict[str, Any]:
     truth = with_gradients(
         lambda rows, weight: expert.multiply_in_turn(rows, weight, counts), upstream, tuple(map(Tensor.double, inputs))
     )
-    moved, on_device = tuple(each.to(setting.device) for each in inputs), counts.to(setting.device)
+    moved, on_device = tuple(tensor.to(setting.device) for tensor in inputs), counts.to(setting.device)
 
     def ours(rows: Tensor, weight: Tensor) -> Tensor:
         return expert.grouped_matmul(rows, weight, on_device)
 
-    found = with_gradients(ours, upstream.to(setting.device), moved)
+    actual = with_gradients(ours, upstream.to(setting.device), moved)
     names = ("forward", "rows", "weight")
-    values = errors_of(names, found, truth)
+    values = errors_of(names, actual, truth)
     kernel = kernel_of(lambda: ours(*moved), setting)
     return values | {"kernel": kernel, "ms": setting.seconds(lambda: ours(*moved), setting.size(10, 1)) * 1e3}
 
@@ -136,17 +136,17 @@ def chunked_loss(setting: Setting) -> dict[str, Any]:
     def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         logits = functional.linear(hidden, weight)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        found = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
-        return torch.where(labels == IGNORED, 0.0, found)
+        result = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[:, None])[:, 0]
+        return torch.where(labels == IGNORED, 0.0, result)
 
     truth = with_gradients(
         lambda h, w: plain(h, w, labels[part]), upstream[part], (hidden[part].double(), weight.double())
     )
     moved = hidden.to(setting.device), weight.to(setting.device)
     on_device, up = labels.to(setting.device), upstream.to(setting.device).float()
-    found = with_gradients(lambda h, w: token_log_probs(h, w, on_device[part]), up[part], (moved[0][part], moved[1]))
+    actual = with_gradients(lambda h, w: token_log_probs(h, w, on_device[part]), up[part], (moved[0][part], moved[1]))
     names = ("forward", "hidden", "weight")
-    values = errors_of(names, found, truth)
+    values = errors_of(names, actual, truth)
     ways = {"chunked": lambda h, w: token_log_probs(h, w, on_device), "plain": lambda h, w: plain(h, w, on_device)}
     for name, way in ways.items():
         if setting.on_gpu:
@@ -201,8 +201,8 @@ def checksums(setting: Setting) -> dict[str, Any]:
     size = setting.size((4099, 2053), (67, 129))
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
         values = (drawn(*size) * 50).to(dtype)
-        found = [int(shard_checksum(size, each, [whole_chunk(size)])) for each in (values, values.to(setting.device))]
-        assert found[0] == found[1], f"{dtype}: the device has another checksum than the CPU"
+        results = [int(shard_checksum(size, each, [whole_chunk(size)])) for each in (values, values.to(setting.device))]
+        assert results[0] == results[1], f"{dtype}: the device has another checksum than the CPU"
     large = torch.empty(setting.size(2**28, 2**12), device=setting.device).normal_()
     seconds = setting.seconds(lambda: shard_checksum(large.shape, large, [whole_chunk(large.shape)]), 3)
     return {"gb_per_s": large.numel() * 4 / seconds / 1e9}
@@ -306,7 +306,7 @@ def weights(setting: Setting) -> dict[str, Any]:
     from tests.dist.process_roles import ProcessRoles
     from tests.dist.ranks import RankPool
 
-    width, ranks, found = setting.size(4096, 64), RankPool(2), {}
+    width, ranks, results = setting.size(4096, 64), RankPool(2), {}
     try:
         with tempfile.TemporaryDirectory() as folder, ProcessRoles(ranks, folder, actor=1, sampler=1) as roles:
             for transport, device in (("ipc", setting.device), ("files", setting.device), ("broadcast", "cpu")):
@@ -316,10 +316,10 @@ def weights(setting: Setting) -> dict[str, Any]:
                 sync.publish(1)
                 started = time.perf_counter()
                 report = sync.publish(2)
-                found[f"{transport}_gb_per_s"] = report.num_bytes / (time.perf_counter() - started) / 1e9
+                results[f"{transport}_gb_per_s"] = report.num_bytes / (time.perf_counter() - started) / 1e9
                 sums = [role.call(total).result() for role in (roles.actor, roles.sampler)]
                 sync.close()
                 assert sums[0] == sums[1], f"{transport}: the sampler has other weights than the actor: {sums}"
     finally:
         ranks.close()
-    return found | {"mb": report.num_bytes / 1e6}
+    return results | {"mb": report.num_bytes / 1e6}

@@ -66,7 +66,7 @@ def problems(installed: Callable[[str], str] = metadata.version) -> dict[str, li
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     optional = [*extras["ocr"], *extras["low-memory"], "pytest>=8.0", "pytest-timeout>=2.3"]
-    found: dict[str, list[str]] = {"needed": [], "optional": []}
+    actual: dict[str, list[str]] = {"needed": [], "optional": []}
     for text in [*project["dependencies"], *optional]:
         wanted = Requirement(text)
         why = NEEDED_FOR.get(wanted.name, "")
@@ -74,14 +74,14 @@ def problems(installed: Callable[[str], str] = metadata.version) -> dict[str, li
         try:
             version = installed(wanted.name)
         except metadata.PackageNotFoundError:
-            found[kind].append(f"{wanted} is missing" + (f" ({why})" if why else ""))
+            actual[kind].append(f"{wanted} is missing" + (f" ({why})" if why else ""))
             continue
         if not wanted.specifier.contains(version, prereleases=True):
-            found[kind].append(f"{wanted} is wanted, {version} is installed" + (f" ({why})" if why else ""))
+            actual[kind].append(f"{wanted} is wanted, {version} is installed" + (f" ({why})" if why else ""))
         elif wanted.name in CARRIED:
             # without requests, for one, diffusers cannot be imported
-            found[kind] += [f"{each}, which {wanted.name} requires, is missing" for each in missing_below(wanted.name)]
-    return found
+            actual[kind] += [f"{each}, which {wanted.name} requires, is missing" for each in missing_below(wanted.name)]
+    return actual
 
 
 def missing_below(name: str) -> list[str]:
@@ -105,9 +105,9 @@ def missing_below(name: str) -> list[str]:
     return sorted(missing)
 
 
-def told(found: dict[str, list[str]]) -> str:
+def told(actual: dict[str, list[str]]) -> str:
     """The problems as text, with the remedy; empty when all is there."""
-    lines = [f"  {kind}: {sentence}" for kind, sentences in found.items() for sentence in sentences]
+    lines = [f"  {kind}: {sentence}" for kind, sentences in actual.items() for sentence in sentences]
     if not lines:
         return ""
     remedy = (
@@ -138,7 +138,7 @@ def fetch(folder: Path, python: str) -> int:
     command = [sys.executable, "-m", "pip", "download", "--quiet", *choice, "--dest", str(folder), *wanted]
     code = subprocess.run(command, check=False).returncode
     if code == 0:
-        size = sum(each.stat().st_size for each in folder.glob("*.whl"))
+        size = sum(path.stat().st_size for path in folder.glob("*.whl"))
         print(f"{len(list(folder.glob('*.whl')))} wheels, {size / 2**20:.0f} MiB, in {folder}")
     return code
 
@@ -150,9 +150,9 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.fetch is not None:
         return fetch(arguments.fetch, arguments.python)
-    found = problems()
-    print(told(found) or "all packages are there")
-    return 1 if found["needed"] else 0
+    result = problems()
+    print(told(result) or "all packages are there")
+    return 1 if result["needed"] else 0
 
 
 if __name__ == "__main__":

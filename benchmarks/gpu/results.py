@@ -55,7 +55,7 @@ class Writer:
 def rounded(value: Any) -> Any:
     """Numbers to five digits, which is more than a measurement has; those that are not finite as text."""
     if isinstance(value, dict):
-        return {str(key): rounded(each) for key, each in value.items()}
+        return {str(key): rounded(value) for key, value in value.items()}
     if isinstance(value, list | tuple):
         return [rounded(each) for each in value]
     if isinstance(value, float):
@@ -70,7 +70,7 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
         SystemExit: a file is missing, or a line is no JSON object; names file and line. A last line that was cut off
             is none.
     """
-    found = []
+    results = []
     for path in paths:
         path = path / FILE if path.is_dir() else path
         if not path.is_file():
@@ -78,12 +78,12 @@ def read(paths: Iterable[Path]) -> list[dict[str, Any]]:
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             try:
-                found.append(json.loads(line))
+                results.append(json.loads(line))
             except json.JSONDecodeError as error:
                 if number == len(lines) and not line.endswith("\n"):
                     continue
                 raise SystemExit(f"error: {path}, line {number}: {error}") from error
-    return found
+    return results
 
 
 def last_of_each(lines: Iterable[dict[str, Any]]) -> dict[tuple[str, str], dict[str, Any]]:

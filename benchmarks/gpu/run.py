@@ -118,10 +118,10 @@ def main(given: list[str] | None = None) -> int:
     if arguments.inside:
         return inside(arguments)
     started = time.monotonic()
-    found = pins.problems()
-    if text := pins.told(found):
+    result = pins.problems()
+    if text := pins.told(result):
         print(text, flush=True)
-    if found["needed"]:
+    if result["needed"]:
         print("error: without the packages that are needed nothing is measured", file=sys.stderr)
         return 2
     if (device := device_of(arguments)) is None:

@@ -62,10 +62,10 @@ def trace(setting: Setting, task: str, mode: str) -> dict[str, Any]:
         if not setting.tiny:  # one pass of each kind
             config["rollout"]["num_prompts"] = 1
     steps = run_steps("train_text" if task == "sft" else "rl_diffusion", config, setting, warm_up, traced)
-    found = next((folder / "run" / "traces").glob("rank0.json.gz"))
-    events = json.loads(gzip.decompress(found.read_bytes()))["traceEvents"]
-    values = shares(events, setting.on_gpu) | {"traced_s": steps.seconds, "trace_mib": found.stat().st_size / 2**20}
-    keep(found, setting.output / f"trace_{task}_{mode}.json.gz")
+    result = next((folder / "run" / "traces").glob("rank0.json.gz"))
+    events = json.loads(gzip.decompress(result.read_bytes()))["traceEvents"]
+    values = shares(events, setting.on_gpu) | {"traced_s": steps.seconds, "trace_mib": result.stat().st_size / 2**20}
+    keep(result, setting.output / f"trace_{task}_{mode}.json.gz")
     return values
 
 
@@ -83,20 +83,22 @@ def shares(events: list[dict[str, Any]], on_gpu: bool) -> dict[str, Any]:
         on_gpu: whether kernels count; else operations of the CPU do, whose times include those they call.
     """
     wanted = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
-    spans = [each for each in events if each.get("ph") == "X" and each.get("cat") in wanted]
+    spans = [event for event in events if event.get("ph") == "X" and event.get("cat") in wanted]
     assert spans, "the trace has no kernels"
     whole = [
-        each for each in events if each.get("ph") == "X" and "dur" in each and each.get("cat") in (*wanted, "cpu_op")
+        event
+        for event in events
+        if event.get("ph") == "X" and "dur" in event and event.get("cat") in (*wanted, "cpu_op")
     ]
-    begin, end = min(each["ts"] for each in whole), max(each["ts"] + each["dur"] for each in whole)
-    found = {"busy": busy(spans) / (end - begin), "kernels": len(spans)}
-    total, by_name = sum(each["dur"] for each in spans), Counter[str]()
-    for each in spans:
-        by_name[each["name"][:NAME]] += each["dur"] / total
+    begin, end = min(event["ts"] for event in whole), max(event["ts"] + event["dur"] for event in whole)
+    actual = {"busy": busy(spans) / (end - begin), "kernels": len(spans)}
+    total, by_name = sum(span["dur"] for span in spans), Counter[str]()
+    for span in spans:
+        by_name[span["name"][:NAME]] += span["dur"] / total
         if on_gpu:
-            kind = kind_of(each["name"])
-            found[kind] = found.get(kind, 0.0) + each["dur"] / total
-    return found | {"longest": dict(by_name.most_common(NAMED))}
+            kind = kind_of(span["name"])
+            actual[kind] = actual.get(kind, 0.0) + span["dur"] / total
+    return actual | {"longest": dict(by_name.most_common(NAMED))}
 
 
 def kind_of(name: str) -> str:
@@ -106,7 +108,7 @@ def kind_of(name: str) -> str:
 def busy(spans: list[dict[str, Any]]) -> float:
     """Length of the union of intervals."""
     total, end = 0.0, float("-inf")
-    for start, stop in sorted((each["ts"], each["ts"] + each["dur"]) for each in spans):
+    for start, stop in sorted((span["ts"], span["ts"] + span["dur"]) for span in spans):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)
     return total

@@ -69,13 +69,13 @@ class Steps:
 
     def rates(self, *names: str) -> dict[str, float]:
         """Amounts a second, seconds a step, TFLOP/s and memory."""
-        found = {f"{name}_per_s": self.amounts.get(name, 0.0) / self.seconds for name in names}
-        found["step_s"] = self.seconds / self.count
+        results = {f"{name}_per_s": self.amounts.get(name, 0.0) / self.seconds for name in names}
+        results["step_s"] = self.seconds / self.count
         if "flops" in self.amounts:
-            found["tflops_per_s"] = self.amounts["flops"] / self.seconds / 1e12
+            results["tflops_per_s"] = self.amounts["flops"] / self.seconds / 1e12
         if self.peak_gib:
-            found["gpu_peak_gib"] = self.peak_gib
-        return found
+            results["gpu_peak_gib"] = self.peak_gib
+        return results
 
 
 def run_steps(
@@ -102,14 +102,14 @@ def run_steps(
         config = config | {"eval": {"every_steps": NEVER, **config.get("eval", {})}}
     schema = typing.get_type_hints(module.main)["config"]
     parsed = load_config(schema, overrides=config | {"train": train})
-    found, last = Steps(), warm_up + measured
-    with watching(found, setting, warm_up, last, each_step), drawn_on(setting.device), compiled_for(setting):
+    steps, last = Steps(), warm_up + measured
+    with watching(steps, setting, warm_up, last, each_step), drawn_on(setting.device), compiled_for(setting):
         run_here(module, parsed)
     folder = Path(parsed.train.output_dir)
     lines = [line for line in read_jsonl(folder / "timings.jsonl") if line["step"] > warm_up]
-    found.timings, found.metrics = lines, list(read_jsonl(folder / "metrics.jsonl"))
-    found.peak_gib = max(line.get("memory/gpu_peak_mib", 0.0) for line in lines) / 1024
-    return found
+    steps.timings, steps.metrics = lines, list(read_jsonl(folder / "metrics.jsonl"))
+    steps.peak_gib = max(line.get("memory/gpu_peak_mib", 0.0) for line in lines) / 1024
+    return steps
 
 
 def task_module(task: str) -> Any:
@@ -140,7 +140,7 @@ def run_here(module: Any, parsed: Any) -> None:
 
 @contextlib.contextmanager
 def watching(
-    found: Steps, setting: Setting, first: int, last: int, each_step: Callable[[int], None] | None
+    steps: Steps, setting: Setting, first: int, last: int, each_step: Callable[[int], None] | None
 ) -> Iterator[None]:
     """Inside, runs are timed from the end of step ``first`` to that of step ``last``, where they are broken off."""
     log, count, started = Run.log, Run.count, [0.0]
@@ -150,7 +150,7 @@ def watching(
         if started[0]:
             for name, amount in amounts.items():
                 value = sum(amount.values()) if isinstance(amount, dict) else amount
-                found.amounts[name] = found.amounts.get(name, 0.0) + float(value)
+                steps.amounts[name] = steps.amounts.get(name, 0.0) + float(value)
 
     def logged(run: Run, step: int, *args: Any, **named: Any) -> None:
         log(run, step, *args, **named)
@@ -161,7 +161,7 @@ def watching(
             started[0] = time.perf_counter()
         elif step == last:
             setting.wait()
-            found.seconds, found.count = time.perf_counter() - started[0], last - first
+            steps.seconds, steps.count = time.perf_counter() - started[0], last - first
             raise Enough
 
     with (

@@ -46,7 +46,10 @@ class Phase(StrEnum):
         return self not in (Phase.EVALUATE, Phase.SAMPLE, Phase.SAVE, Phase.EXPORT, Phase.REPORT, Phase.CONTROL)
 
 
-KINDS = ("generate", "score", "update", "sync", "evaluate", "save", "load")
+SYNC = "sync"
+"""Kind of the work of sending, taking and applying weights."""
+
+KINDS = ("generate", "score", "update", SYNC, "evaluate", "save", "load")
 """Kinds of work that have colours of their own in the picture; all others share one."""
 
 RUN, STEP = "run", "step"
@@ -129,7 +132,8 @@ class Timeline:
 
         Returns:
             ``utilisation/<role>``: seconds that the role's processes worked, divided by the number of processes seen so
-            far and the seconds of the step. Empty before the first event.
+            far and the seconds of the step. ``time/sync_s``, where weights travelled: seconds of it, of the process in
+            which they were most. Empty before the first event.
         """
         with self._lock:
             now = time.time() if now is None else now
@@ -143,7 +147,14 @@ class Timeline:
             by_role: dict[str, list[float]] = {}
             for (role, _), seconds in self._busy(new, now - start).items():
                 by_role.setdefault(role, []).append(seconds)
-            return {f"utilisation/{role}": statistics.fmean(by_role[role]) / (now - start) for role in sorted(by_role)}
+            shares = {
+                f"utilisation/{role}": statistics.fmean(by_role[role]) / (now - start) for role in sorted(by_role)
+            }
+            syncs: dict[tuple[str, int], list[tuple[float, float]]] = {}
+            for event in new:
+                if event.kind == SYNC:
+                    syncs.setdefault((event.role, event.rank), []).append((event.start, event.end))
+            return shares | ({"time/sync_s": max(map(union_seconds, syncs.values()))} if syncs else {})
 
     def close(self) -> None:
         """Closes the file."""

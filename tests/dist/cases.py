@@ -63,9 +63,9 @@ def packed_row(index: int) -> dict[str, torch.Tensor]:
     total = sum(lengths)
     generator = torch.Generator().manual_seed(1000 + index)
     input_ids = torch.randint(0, 64, (1, total), generator=generator)
-    labels = torch.cat([functional.pad(each[1:], (0, 1), value=-100) for each in input_ids[0].split(lengths)])[None]
+    labels = torch.cat([functional.pad(word[1:], (0, 1), value=-100) for word in input_ids[0].split(lengths)])[None]
     labels[:, : total // 4 : 3] = -100
-    position_ids = torch.cat([torch.arange(each) for each in lengths])[None]
+    position_ids = torch.cat([torch.arange(length) for length in lengths])[None]
     return {"input_ids": input_ids, "labels": labels, "position_ids": position_ids}
 
 
@@ -272,7 +272,7 @@ def wan_pair() -> nn.Module:
 
 
 def wan_pair_loss(module: nn.Module, row: dict[str, torch.Tensor], mesh: Mesh) -> tuple[torch.Tensor, int]:
-    next(each for each in module.modules() if hasattr(each, "boundary")).mesh = mesh
+    next(part for part in module.modules() if hasattr(part, "boundary")).mesh = mesh
     return wan_loss(module, row, mesh)
 
 
@@ -432,10 +432,10 @@ def build(kind: str, lora: bool = False) -> nn.Module:
 
 def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
     groups: dict[Any, list[nn.Parameter]] = {}
-    for each in parameters:
-        groups.setdefault(getattr(each, "device_mesh", None), []).append(each)
+    for parameter in parameters:
+        groups.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     return torch.optim.AdamW(
-        [{"params": each} for each in groups.values()], lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=False
+        [{"params": group} for group in groups.values()], lr=1e-2, eps=1e-4, weight_decay=0.1, foreach=False
     )
 
 
@@ -470,7 +470,9 @@ def train(kind: str, lora: bool = False, dtype: torch.dtype | None = None, **con
             counts += count
         assert mesh.sum(counts, over=case.counts_over) == num
         if step == 0:
-            outcome.without_gradient = [name for name, each in parameters.items() if each.grad is None and each.numel()]
+            outcome.without_gradient = [
+                name for name, parameter in parameters.items() if parameter.grad is None and parameter.numel()
+            ]
         outcome.norms.append(reduce_and_clip(module, 1.0, mesh, f"step {step + 1}"))
         outcome.losses.append(mesh.sum(sum(losses), over=case.counts_over) / num)
         optimizer.step()
@@ -486,11 +488,11 @@ def summed_loss(logits: torch.Tensor, row: dict[str, torch.Tensor], num: float) 
 
 def merged(mesh: Mesh, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Weights of all stages."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for part in mesh.gather(weights, over="pp"):
-        assert not found.keys() & part.keys()
-        found |= part
-    return found
+        assert not results.keys() & part.keys()
+        results |= part
+    return results
 
 
 def train_steps(pipeline: Pipeline, mesh: Mesh, kind: str, dtype: torch.dtype | None = None) -> Outcome:
@@ -535,14 +537,17 @@ def weights_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, to
 
     if isinstance(module, FullyShardedDataParallel):
         with FullyShardedDataParallel.summon_full_params(module, writeback=False):
-            found = {
-                name.replace("_fsdp_wrapped_module.", ""): (each.requires_grad, each.detach().clone())
-                for name, each in module.named_parameters()
+            actual = {
+                name.replace("_fsdp_wrapped_module.", ""): (parameter.requires_grad, parameter.detach().clone())
+                for name, parameter in module.named_parameters()
             }
     else:
-        found = {name: (each.requires_grad, whole(each.detach()).clone()) for name, each in module.named_parameters()}
+        actual = {
+            name: (parameter.requires_grad, whole(parameter.detach()).clone())
+            for name, parameter in module.named_parameters()
+        }
     return tuple(
-        {name: each for name, (trained, each) in found.items() if trained is wanted} for wanted in (True, False)
+        {name: each for name, (trained, each) in actual.items() if trained is wanted} for wanted in (True, False)
     )
 
 
@@ -552,7 +557,7 @@ def difference(outcome: Outcome, truth: Outcome) -> float:
     pairs = [*zip(outcome.losses, truth.losses, strict=True), *zip(outcome.norms, truth.norms, strict=True)]
     scalars = [abs(left - right) / abs(right) for left, right in pairs]
     tensors = [
-        float((outcome.weights[name].float() - each.float()).norm() / each.float().norm().clamp_min(1e-6))
-        for name, each in truth.weights.items()
+        float((outcome.weights[name].float() - weight.float()).norm() / weight.float().norm().clamp_min(1e-6))
+        for name, weight in truth.weights.items()
     ]
     return max(scalars + tensors)

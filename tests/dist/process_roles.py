@@ -23,7 +23,9 @@ def serve(address: str, sizes: dict[str, int]) -> None:
     """Runs what the driver asks for until it hangs up. On each rank of a pool, which leaves the common group first."""
     rank, store = dist.get_rank(), distributed_c10d._get_default_store()
     store.set(f"in/{rank}", "1")
-    store.wait([f"in/{each}" for each in range(dist.get_world_size())])  # one that left would break the others' way in
+    store.wait(
+        [f"in/{index}" for index in range(dist.get_world_size())]
+    )  # one that left would break the others' way in
     dist.destroy_process_group()
     for role, size in sizes.items():  # noqa: B007 (used below)
         if rank < size:
@@ -83,11 +85,11 @@ class ProcessRole:
 
     def close(self) -> None:
         """Lets the processes go."""
-        for each in self._threads.values():
-            each.shutdown()
+        for thread in self._threads.values():
+            thread.shutdown()
         for connections in self._connections.values():
-            for each in connections:
-                each.close()
+            for connection in connections:
+                connection.close()
 
     def _values(self, thread: str, function: Callable[..., Any], args: Any, replaces: bool = False) -> Future[Any]:
         def ask() -> list[tuple[bool, Any]]:
@@ -99,17 +101,17 @@ class ProcessRole:
 
     @staticmethod
     def _first(values: Future[Any]) -> Future[Any]:
-        found: Future[Any] = Future()
+        future: Future[Any] = Future()
 
         def pass_on(done: Future[Any]) -> None:
             if done.exception():
-                found.set_exception(done.exception())
+                future.set_exception(done.exception())
                 return
             errors = [value for ok, value in done.result() if not ok]
-            found.set_exception(errors[0]) if errors else found.set_result(done.result()[0][1])
+            future.set_exception(errors[0]) if errors else future.set_result(done.result()[0][1])
 
         values.add_done_callback(pass_on)
-        return found
+        return future
 
 
 class ProcessRoles:
@@ -121,14 +123,14 @@ class ProcessRoles:
         self._errors: list[BaseException] = []
         self._thread = threading.Thread(target=self._run, args=(ranks, sizes))
         self._thread.start()
-        found: dict[str, dict[str, dict[int, Connection]]] = {}
+        results: dict[str, dict[str, dict[int, Connection]]] = {}
         for _ in range(sum(sizes.values()) * len(THREADS)):
             connection = self._listener.accept()
             role, rank, thread = connection.recv()
-            found.setdefault(role, {}).setdefault(thread, {})[rank] = connection
+            results.setdefault(role, {}).setdefault(thread, {})[rank] = connection
         self._roles = {
-            role: ProcessRole({name: [each[rank] for rank in sorted(each)] for name, each in threads.items()})
-            for role, threads in found.items()
+            role: ProcessRole({name: [thread[rank] for rank in sorted(thread)] for name, thread in threads.items()})
+            for role, threads in results.items()
         }
         self.actor, self.sampler = self._roles["actor"], self._roles["sampler"]
 
@@ -142,8 +144,8 @@ class ProcessRoles:
         return self
 
     def __exit__(self, *_: Any) -> None:
-        for each in self._roles.values():
-            each.close()
+        for role in self._roles.values():
+            role.close()
         self._listener.close()
         self._thread.join()
         if self._errors:

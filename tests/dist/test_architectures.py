@@ -171,8 +171,8 @@ def train(kind: str, **settings: Any) -> Outcome | str:
     def loss_fn(scores: TokenScores, batch: TokenBatch) -> Tensor:
         return -scores.log_probs(batch.labels).sum() / count
 
-    found = zip(model.token_log_probs(mine), mine, strict=True)
-    log_probs = [values[batch.labels != IGNORED] for values, batch in found]
+    result = zip(model.token_log_probs(mine), mine, strict=True)
+    log_probs = [values[batch.labels != IGNORED] for values, batch in result]
     loss = mesh.sum(sum(model.forward_backward(mine, loss_fn)), over="loss")
     grad_norm = reduce_and_clip(model.trained, float("inf"), mesh, "the step")
     gradients = {

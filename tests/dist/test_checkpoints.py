@@ -47,9 +47,9 @@ Wholes = dict[str, np.ndarray]
 
 def assert_same_bits(left: Wholes, right: Wholes) -> None:
     assert left.keys() == right.keys()
-    for key, each in right.items():
-        assert (left[key].dtype, left[key].shape) == (each.dtype, each.shape), key
-        assert left[key].tobytes() == each.tobytes(), key
+    for key, value in right.items():
+        assert (left[key].dtype, left[key].shape) == (value.dtype, value.shape), key
+        assert left[key].tobytes() == value.tobytes(), key
 
 
 @dataclass
@@ -91,16 +91,16 @@ class Job:
     def wholes(self) -> Wholes:
         """All tensors of the state, whole, gathered without the code that is tested."""
         shards, state = Shards(self.module, self.mesh), self.state
-        found = {}
-        for name, each in shards.parameters.items():
-            found[f"model/{name}"] = shards.whole(name, local(each.detach()))
-            found[f"ema/{name}"] = shards.whole(name, state.ema.averages[name])
-            for key, value in state.optimizer.state.get(each, {}).items():
-                found[f"optimizer/{name}/{key}"] = value if value.ndim == 0 else shards.whole(name, local(value))
+        results = {}
+        for name, parameter in shards.parameters.items():
+            results[f"model/{name}"] = shards.whole(name, local(parameter.detach()))
+            results[f"ema/{name}"] = shards.whole(name, state.ema.averages[name])
+            for key, value in state.optimizer.state.get(parameter, {}).items():
+                results[f"optimizer/{name}/{key}"] = value if value.ndim == 0 else shards.whole(name, local(value))
         if state.balancer is not None:
-            found |= {f"balancer/{name}": each for name, each in state.balancer.state_dict().items()}
-        stages = self.mesh.gather({key: each.numpy().copy() for key, each in found.items()}, over="pp")
-        return {key: each for stage in stages for key, each in stage.items()}
+            results |= {f"balancer/{name}": weight for name, weight in state.balancer.state_dict().items()}
+        stages = self.mesh.gather({key: value.numpy().copy() for key, value in results.items()}, over="pp")
+        return {key: value for stage in stages for key, value in stage.items()}
 
 
 @dataclass
@@ -241,11 +241,11 @@ def test_training_goes_on_in_another_parallelism(kind, lora, before, after, rank
         assert outcome.norms == pytest.approx(undisturbed.norms, rel=TOLERANCE)
         assert outcome.trained.keys() == undisturbed.trained.keys()
         padded = any(mode.startswith(("pp", "tp x pp")) for mode in (before, after))
-        for key, each in undisturbed.trained.items():
+        for key, value in undisturbed.trained.items():
             if padded and key.startswith("balancer/"):
                 continue
-            difference = np.linalg.norm(outcome.trained[key] - each)
-            assert difference <= 10 * TOLERANCE * max(np.linalg.norm(each), 1e-6), key
+            difference = np.linalg.norm(outcome.trained[key] - value)
+            assert difference <= 10 * TOLERANCE * max(np.linalg.norm(value), 1e-6), key
 
 
 def test_each_rank_writes_its_part_and_replicas_share_the_work(saved):
@@ -254,7 +254,9 @@ def test_each_rank_writes_its_part_and_replicas_share_the_work(saved):
         sizes = [path.stat().st_size for path in sorted(root.rglob("*.distcp"))]
         assert len(sizes) == 4
         assert max(sizes) < 0.4 * sum(sizes)
-        assert sum(sizes) < 3 * sum(each.nbytes for each in tensors.values()), "tiny tensors, each with torch's header"
+        assert sum(sizes) < 3 * sum(tensor.nbytes for tensor in tensors.values()), (
+            "tiny tensors, each with torch's header"
+        )
 
 
 def load_other(root: Path, kind: str) -> str:

@@ -45,7 +45,7 @@ def backward(module: nn.Module, rows: range) -> None:
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.grad.clone() for name, each in trainable_parameters(module).items()}
+    return {name: parameter.grad.clone() for name, parameter in trainable_parameters(module).items()}
 
 
 def work(rank: int, folder: str) -> None:
@@ -53,7 +53,7 @@ def work(rank: int, folder: str) -> None:
     os.environ.update(RANK=str(rank), WORLD_SIZE="2", LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
     mesh = build_mesh(DitTrainConfig(output_dir="unused", device="cpu", num_threads=1))
-    found = {
+    results = {
         "place": [mesh.rank, mesh.size, mesh.is_first],
         "sum": [mesh.sum(rank + 1.5), mesh.sum(2**40 + rank)],
         "any": [mesh.any(False), mesh.any(rank == 0), mesh.any(rank == 1), mesh.any(True)],
@@ -66,32 +66,35 @@ def work(rank: int, folder: str) -> None:
         if mesh.is_first:
             time.sleep(0.2)
             mark.touch()
-        found["first_rank_first"] = mark.exists()
+        results["first_rank_first"] = mark.exists()
 
     module = make()
     backward(module, mesh.range_of_rank(len(INPUTS)))
-    found["norm"], found["gradients"] = reduce_and_clip(module, 0.5, mesh, "step 1"), gradients(module)
+    results["norm"], results["gradients"] = reduce_and_clip(module, 0.5, mesh, "step 1"), gradients(module)
 
     module = make()
     backward(module, range(8) if rank == 0 else range(0))
-    found["norm_of_one"], found["gradients_of_one"] = reduce_and_clip(module, 0.5, mesh, "step 1"), gradients(module)
+    results["norm_of_one"], results["gradients_of_one"] = (
+        reduce_and_clip(module, 0.5, mesh, "step 1"),
+        gradients(module),
+    )
 
     module = make()
     backward(module, mesh.range_of_rank(len(INPUTS)))
     if rank == 1:
         module[2].bias.grad[0] = math.nan
-    before = [each.detach().clone() for each in module.parameters()]
+    before = [parameter.detach().clone() for parameter in module.parameters()]
     try:
         reduce_and_clip(module, 0.5, mesh, "step 9")
     except NonFiniteError as error:
-        found["error"] = str(error)
-    found["unchanged"] = all(torch.equal(*pair) for pair in zip(module.parameters(), before, strict=True))
-    found["in_step"] = mesh.sum(1)
+        results["error"] = str(error)
+    results["unchanged"] = all(torch.equal(*pair) for pair in zip(module.parameters(), before, strict=True))
+    results["in_step"] = mesh.sum(1)
 
     module = make(seed=rank)
     broadcast_parameters(module, mesh)
-    found["broadcast"] = {name: each.detach() for name, each in module.named_parameters()}
-    torch.save(found, f"{folder}/{rank}.pt")
+    results["broadcast"] = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    torch.save(results, f"{folder}/{rank}.pt")
     dist.destroy_process_group()
 
 
@@ -105,15 +108,15 @@ def ranks(tmp_path_factory):
 
 
 def test_mesh_knows_the_ranks(ranks):
-    assert [each["place"] for each in ranks] == [[0, 2, True], [1, 2, False]]
+    assert [rank["place"] for rank in ranks] == [[0, 2, True], [1, 2, False]]
 
 
 def test_sums_are_exact_and_equal_on_all_ranks(ranks):
-    for each in ranks:
-        assert each["sum"] == [4.0, 2.0**41 + 1]
-        assert each["sum_dict"] == {"both": 11.0, "first": 2.0, "second": 3.0}
-        assert each["any"] == [False, True, True, True]
-        assert each["gather"] == [{"rank": 0, "names": []}, {"rank": 1, "names": ["x"]}]
+    for rank in ranks:
+        assert rank["sum"] == [4.0, 2.0**41 + 1]
+        assert rank["sum_dict"] == {"both": 11.0, "first": 2.0, "second": 3.0}
+        assert rank["any"] == [False, True, True, True]
+        assert rank["gather"] == [{"rank": 0, "names": []}, {"rank": 1, "names": ["x"]}]
 
 
 def test_one_process_is_the_identity():
@@ -124,19 +127,19 @@ def test_one_process_is_the_identity():
 
 
 def test_shares_are_contiguous_and_even(ranks):
-    assert [each["share"] for each in ranks] == [[0, 1, 2], [3, 4]]
+    assert [rank["share"] for rank in ranks] == [[0, 1, 2], [3, 4]]
     for size in (1, 2, 3, 7):
         for count in (0, 1, 2, 6, 7, 20):
             shares = [
                 list(Mesh(Layout(dp_shard=size), ALONE.device, rank).range_of_rank(count)) for rank in range(size)
             ]
             assert sum(shares, []) == list(range(count))  # noqa: RUF017
-            lengths = [len(each) for each in shares]
+            lengths = [len(share) for share in shares]
             assert max(lengths) - min(lengths) <= 1
 
 
 def test_the_first_rank_goes_first(ranks):
-    assert [each["first_rank_first"] for each in ranks] == [True, True]
+    assert [rank["first_rank_first"] for rank in ranks] == [True, True]
 
 
 @pytest.mark.parametrize("suffix", ["", "_of_one"])
@@ -145,27 +148,27 @@ def test_gradients_are_summed_over_ranks_and_clipped_once(ranks, suffix):
     backward(module, range(8))
     norm = reduce_and_clip(module, 0.5, ALONE, "step 1")
     assert norm > 0.5
-    for each in ranks:
-        assert each["norm" + suffix] == pytest.approx(norm, rel=1e-6)
+    for rank in ranks:
+        assert rank["norm" + suffix] == pytest.approx(norm, rel=1e-6)
         for name, expected in gradients(module).items():
-            torch.testing.assert_close(each["gradients" + suffix][name], expected, rtol=1e-5, atol=1e-7)
-            assert torch.equal(each["gradients" + suffix][name], ranks[0]["gradients" + suffix][name])
+            torch.testing.assert_close(rank["gradients" + suffix][name], expected, rtol=1e-5, atol=1e-7)
+            assert torch.equal(rank["gradients" + suffix][name], ranks[0]["gradients" + suffix][name])
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_stops_all(ranks):
-    for each in ranks:
-        assert each["error"].startswith("step 9: ") and "ranks [1]" in each["error"]
-        assert each["unchanged"]
-        assert each["in_step"] == 2
+    for rank in ranks:
+        assert rank["error"].startswith("step 9: ") and "ranks [1]" in rank["error"]
+        assert rank["unchanged"]
+        assert rank["in_step"] == 2
     assert "2.bias" in ranks[1]["error"] and "0.weight" not in ranks[1]["error"]
     assert "none on this rank" in ranks[0]["error"]
 
 
 def test_trained_parameters_are_those_of_the_first_rank(ranks):
     first, second = make(seed=0), make(seed=1)
-    for name, found in ranks[1]["broadcast"].items():
+    for name, value in ranks[1]["broadcast"].items():
         expected = (first if name in trainable_parameters(first) else second).get_parameter(name)
-        assert torch.equal(found, expected), name
+        assert torch.equal(value, expected), name
 
 
 class Runs:
@@ -206,7 +209,7 @@ def assert_close(left: Path, right: Path, tolerance: dict[str, float], later: fl
     and a last bit in a weight can round a pixel, from which a reward is computed, to the next of its 256 values.
     """
     left_lines, right_lines = read_jsonl(left / "metrics.jsonl"), read_jsonl(right / "metrics.jsonl")
-    assert [each["step"] for each in left_lines] == [each["step"] for each in right_lines]
+    assert [left_line["step"] for left_line in left_lines] == [right_line["step"] for right_line in right_lines]
     assert left_lines[-1]["step"] == 4
     for left_line, right_line in zip(left_lines, right_lines, strict=True):
         assert left_line.keys() == right_line.keys()
@@ -221,7 +224,7 @@ def largest_difference(left: Path, right: Path) -> float:
     name = "hf_ckpt/transformer/diffusion_pytorch_model.safetensors"
     weights, others = load_file(left / name), load_file(right / name)
     assert weights.keys() == others.keys()
-    return max(float((weights[each] - others[each]).abs().max()) for each in weights)
+    return max(float((weights[weight] - others[weight]).abs().max()) for weight in weights)
 
 
 @pytest.mark.parametrize("other", ["double", "resumed"])
@@ -244,5 +247,5 @@ def test_rl_is_the_same_with_two_processes(rl, other):
 @pytest.mark.slow
 def test_the_first_iteration_has_the_same_rewards_and_advantages(rl):
     single, double = (read_samples(each)[1] for each in (rl.single, rl.double))
-    assert sum(each["kind"] == "train" for each in single) == 8
+    assert sum(entry["kind"] == "train" for entry in single) == 8
     assert single == double

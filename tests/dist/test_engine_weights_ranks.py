@@ -59,8 +59,8 @@ def in_turns(folder: Path) -> tuple[int, list[str], list[torch.Tensor]]:
 def test_without_roles_of_their_own_one_rank_takes_weights_for_all(ranks, tmp_path):
     (first, written, scores), (second, none_written, other_scores) = ranks.run(2, in_turns, tmp_path)
     assert first > 0 and len(written) == 2 and second == 0 and not none_written
-    for version, given, other in zip((1, 2), scores, other_scores, strict=True):
-        torch.testing.assert_close(given, expected(version), rtol=0, atol=1e-5)
+    for version, score, other in zip((1, 2), scores, other_scores, strict=True):
+        torch.testing.assert_close(score, expected(version), rtol=0, atol=1e-5)
         torch.testing.assert_close(other, expected(version), rtol=0, atol=1e-5)
 
 

@@ -54,9 +54,9 @@ def deepseek_v3() -> nn.Module:
     torch.manual_seed(0)
     groups = {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 4, "topk_group": 2, "first_k_dense_replace": 1}
     module = DeepseekV3ForCausalLM(DeepseekV3Config(moe_intermediate_size=16, **groups, **LATENT, **SMALL))
-    for name, each in module.named_buffers():
+    for name, buffer in module.named_buffers():
         if "e_score_correction_bias" in name:
-            each.uniform_(-0.2, 0.2)
+            buffer.uniform_(-0.2, 0.2)
     return module
 
 
@@ -116,18 +116,18 @@ def test_other_models_equal_one_process(kind, ranks):
 def test_repeats_bit_by_bit(ranks):
     first, second = (ranks.run(4, functools.partial(train, "moe", expert_parallel_size=2))[0] for _ in range(2))
     assert first.losses == second.losses and first.norms == second.norms
-    assert all(torch.equal(each, second.weights[name]) for name, each in first.weights.items())
+    assert all(torch.equal(weight, second.weights[name]) for name, weight in first.weights.items())
 
 
 def tokens_of(lengths: tuple[int, ...]) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Tokens, choices (only experts 0, 1, 5 of 8) and weights of each rank."""
     generator = torch.Generator().manual_seed(3)
-    found = []
+    results = []
     for length in lengths:
         states = torch.randn(length, 32, generator=generator)
         chosen = torch.tensor([[0, 5], [1, 0], [5, 1]])[torch.randint(0, 3, (length,), generator=generator)]
-        found.append((states, chosen, torch.rand(length, 2, generator=generator)))
-    return found
+        results.append((states, chosen, torch.rand(length, 2, generator=generator)))
+    return results
 
 
 def run_layer(lengths: tuple[int, ...], **config: Any) -> dict[str, torch.Tensor]:
@@ -166,8 +166,11 @@ def cut_on_meta() -> list[tuple[bool, bool, tuple[int, ...], tuple[int, ...]]]:
     with torch.device("meta"):
         module = CASES["moe"].build()
     experts = apply_expert_parallel(module.requires_grad_(False), mesh)
-    parameters = [each for module in experts.values() for each in module.parameters()]
-    return [(each.is_meta, each.requires_grad, tuple(each.shape), tuple(each.to_local().shape)) for each in parameters]
+    parameters = [parameter for module in experts.values() for parameter in module.parameters()]
+    return [
+        (parameter.is_meta, parameter.requires_grad, tuple(parameter.shape), tuple(parameter.to_local().shape))
+        for parameter in parameters
+    ]
 
 
 def test_weights_on_meta_stay_there(ranks):
@@ -179,15 +182,15 @@ def test_weights_on_meta_stay_there(ranks):
 @pytest.mark.parametrize("counts", [[3, 0, 4, 1], [0, 0, 0, 5], [0, 0, 0, 0]], ids=str)
 @pytest.mark.parametrize("size", [8, 6], ids=["kernel", "unaligned"])
 def test_groups_equal_a_loop(counts, dtype, size):
-    found = []
+    results = []
     for function in (grouped_matmul, multiply_in_turn):
         generator = torch.Generator().manual_seed(0)
         rows = torch.randn(sum(counts), size, generator=generator).to(dtype).requires_grad_()
         weight = torch.randn(4, 2 * size, size, generator=generator).to(dtype).requires_grad_()
         output = function(rows, weight.transpose(1, 2), torch.tensor(counts))
         (output * torch.arange(2 * size).to(dtype)).sum().backward()
-        found.append((output, rows.grad, weight.grad))
-    for left, right in zip(*found, strict=True):
+        results.append((output, rows.grad, weight.grad))
+    for left, right in zip(*results, strict=True):
         torch.testing.assert_close(left, right)
 
 
@@ -211,10 +214,10 @@ def balance(kind: str, **config: Any) -> tuple[list[dict[str, float]], dict[str,
         with torch.no_grad():
             cases.language_loss(module, packed_row(0), mesh)
         metrics.append(balancer.update())
-    found = balancer.state_dict()
+    result = balancer.state_dict()
     state = module.state_dict()
-    assert all(torch.equal(each, state[name]) for name, each in found.items())
-    return metrics, found
+    assert all(torch.equal(value, state[name]) for name, value in result.items())
+    return metrics, result
 
 
 @pytest.mark.parametrize("kind", ["moe", "deepseek_v3"])
@@ -225,11 +228,11 @@ def balance(kind: str, **config: Any) -> tuple[list[dict[str, float]], dict[str,
 )
 def test_biases_are_those_of_one_process(kind, config, ranks):
     metrics, biases = balance(kind)
-    assert all(each.abs().max() > 0.04 for each in biases.values())
+    assert all(bias.abs().max() > 0.04 for bias in biases.values())
     for found in ranks.run(4, functools.partial(balance, kind, **config)):
         assert found[0] == metrics
         assert found[1].keys() == biases.keys()
-        assert all(torch.equal(each, biases[name]) for name, each in found[1].items())
+        assert all(torch.equal(value, biases[name]) for name, value in found[1].items())
 
 
 def test_counts_and_moves():
@@ -238,32 +241,32 @@ def test_counts_and_moves():
     experts = list(find_experts(module, "").values())
     chosen = torch.tensor([[0, 1], [0, 2], [0, 1], [0, 1]])
     states, weights = torch.randn(4, 32), torch.ones(4, 2)
-    for each in experts:
-        each(states[:2], chosen[:2], weights[:2])
-        checkpoint(each, states[2:], chosen[2:], weights[2:], use_reentrant=False).sum().backward()
+    for expert in experts:
+        expert(states[:2], chosen[:2], weights[:2])
+        checkpoint(expert, states[2:], chosen[2:], weights[2:], use_reentrant=False).sum().backward()
         with torch.no_grad():
-            each(states[:2], chosen[:2], weights[:2])
+            expert(states[:2], chosen[:2], weights[:2])
     assert balancer.update() == {"experts/load_max_over_mean": 4.0, "experts/without_tokens": 5 / 8}
     moved = torch.tensor([-0.1, -0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.1])
-    assert all(torch.allclose(each, moved) for each in balancer.state_dict().values())
+    assert all(torch.allclose(value, moved) for value in balancer.state_dict().values())
     assert len(balancer.state_dict()) == 3
     other = ExpertBalancer(build("moe"), ALONE, 0.1)
     other.load_state_dict(balancer.state_dict())
-    assert all(torch.allclose(each, moved) for each in other.state_dict().values())
+    assert all(torch.allclose(value, moved) for value in other.state_dict().values())
 
 
 def test_loads_become_even():
     module = build("moe")
-    for name, each in module.named_parameters():
+    for name, parameter in module.named_parameters():
         if name.endswith("gate.weight"):
-            each.data[0] *= 6
+            parameter.data[0] *= 6
     balancer = ExpertBalancer(module, ALONE, 0.01)
-    found = []
+    results = []
     for _ in range(25):
         for index in range(3):
             cases.language_loss(module, packed_row(index), ALONE)
-        found.append(balancer.update()["experts/load_max_over_mean"])
-    assert found[0] > 2 and max(found[-3:]) < 0.75 * found[0], found
+        results.append(balancer.update()["experts/load_max_over_mean"])
+    assert results[0] > 2 and max(results[-3:]) < 0.75 * results[0], results
 
 
 @pytest.mark.parametrize("make", [CASES["moe"].build, mixtral, deepseek_v2, gpt_oss])

@@ -49,8 +49,8 @@ def test_recomputed_blocks_equal_one_process(kind: str, ranks: RankPool) -> None
 
 def test_the_rows_belong_to_both_transformers() -> None:
     levels = [float(video_row(index)["sigma"]) for index in range(12)]
-    assert {each >= 0.5 for each in levels[:4]} == {True, False}
-    assert 0 < sum(each >= 0.5 for each in levels) < len(levels)
+    assert {level >= 0.5 for level in levels[:4]} == {True, False}
+    assert 0 < sum(level >= 0.5 for level in levels) < len(levels)
 
 
 def sampled(high: tuple[bool, ...]) -> tuple[torch.Tensor, list[str]]:

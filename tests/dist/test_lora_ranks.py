@@ -71,11 +71,11 @@ def adapt(module: nn.Module, config: dict[str, Any]) -> nn.Module:
     add_lora(module, LoraConfig(**{"rank": 4, **scale, **config}), language_targets(module), seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
-        for name, each in module.named_parameters():
+        for name, parameter in module.named_parameters():
             if "lora_B" in name:
-                each.normal_(std=0.1, generator=generator)
+                parameter.normal_(std=0.1, generator=generator)
             elif is_adapter_name(name) and ".lora_" not in name:
-                each.add_(torch.randn(each.shape, generator=generator) * 0.1)
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
     return module
 
 
@@ -91,7 +91,7 @@ def train_adapters(kind: str, lora: dict[str, Any], config: dict[str, Any]) -> O
 
 @functools.cache
 def truth(kind: str, **lora: Any) -> Outcome:
-    lora = {name: list(each) if isinstance(each, tuple) else each for name, each in lora.items()}
+    lora = {name: list(value) if isinstance(value, tuple) else value for name, value in lora.items()}
     return train_adapters(kind, lora, {})
 
 
@@ -102,11 +102,11 @@ LATER = ("lokr, ulysses", "loha, fsdp2, recomputed", "dora, hsdp", "rslora, fsdp
 @pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each in LATER)) for each in EXACT])
 def test_variants_equal_one_process(case, ranks):
     num_ranks, kind, lora, config = EXACT[case]
-    expected = truth(kind, **{name: tuple(each) if isinstance(each, list) else each for name, each in lora.items()})
+    expected = truth(kind, **{name: tuple(value) if isinstance(value, list) else value for name, value in lora.items()})
     for outcome in ranks.run(num_ranks, functools.partial(train_adapters, kind, lora, config)):
         assert difference(outcome, expected) < TOLERANCES[kind]
         assert outcome.without_gradient == []
-        assert all(torch.equal(outcome.frozen[name], each) for name, each in expected.frozen.items())
+        assert all(torch.equal(outcome.frozen[name], value) for name, value in expected.frozen.items())
 
 
 def refusal(kind: str, lora: dict[str, Any], config: dict[str, Any]) -> str:
@@ -137,10 +137,10 @@ def load_and_save(kind: str, lora: dict[str, Any], base: str, folder: str) -> tu
     load_weights(module, Path(base), mesh)
     start_magnitudes(module)
     expected = dict(plain.named_parameters())
-    found = {name: whole(each.detach()) for name, each in all_parameters(module).items()}
+    actual = {name: whole(parameter.detach()) for name, parameter in all_parameters(module).items()}
     differing = [
-        *(found.keys() ^ expected.keys()),
-        *(name for name in found if not torch.equal(found[name], expected[name])),
+        *(actual.keys() ^ expected.keys()),
+        *(name for name in actual if not torch.equal(actual[name], expected[name])),
     ]
     weights = whole_weights(module, mesh)
     if mesh.is_first:
@@ -158,9 +158,9 @@ def test_from_meta_to_a_file(kind, lora, ranks, tmp_path):
     (tmp_path / "adapter").mkdir()
     run = functools.partial(load_and_save, kind, lora, str(tmp_path / "base"), str(tmp_path / "adapter"))
     outcomes = ranks.run(2, run)
-    found = outcomes[0][1]
+    result = outcomes[0][1]
     assert [differing for differing, _ in outcomes] == [[], []]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "adapter")
-    torch.testing.assert_close(logits(loaded), found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(loaded), result, rtol=1e-5, atol=1e-5)
     plain.load_state_dict(torch.load(tmp_path / "adapter" / "merged.pt"))
-    torch.testing.assert_close(logits(plain), found, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(logits(plain), result, rtol=1e-5, atol=1e-5)

@@ -47,20 +47,20 @@ def real_bytes(build: Any, folder: str, settings: dict[str, Any]) -> tuple[int, 
         module = build_pipeline(module, mesh, config, plan).module
     else:
         module = parallelize(module, mesh, config, plan)
-    weights = sum(local(each).nbytes for each in (*module.parameters(), *module.buffers()))
-    for each in trainable_parameters(module).values():
-        each.grad = torch.zeros_like(each)
-    gradients = sum(local(each.grad).nbytes for each in trainable_parameters(module).values())
+    weights = sum(local(parameter).nbytes for parameter in (*module.parameters(), *module.buffers()))
+    for parameter in trainable_parameters(module).values():
+        parameter.grad = torch.zeros_like(parameter)
+    gradients = sum(local(parameter.grad).nbytes for parameter in trainable_parameters(module).values())
     optimizer, _ = build_optimizer(module, config, 1, mesh)
     optimizer.step()
     state = [local(value) for values in optimizer.state.values() for value in values.values()]
-    return weights, gradients, sum(each.nbytes for each in state if torch.is_tensor(each))
+    return weights, gradients, sum(tensor.nbytes for tensor in state if torch.is_tensor(tensor))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_first_rank_of_each_stage_has_what_is_predicted(ranks: Any, tmp_path: Path, name: str) -> None:
     build, settings = LAYOUTS[name]
-    found = ranks.run(4, real_bytes, build, str(tmp_path), settings)
+    result = ranks.run(4, real_bytes, build, str(tmp_path), settings)
     planned = Planned(
         build=lambda: build_on_meta(build),
         plan=language_plan(build()),
@@ -71,7 +71,7 @@ def test_the_first_rank_of_each_stage_has_what_is_predicted(ranks: Any, tmp_path
     )
     stages = plan_memory(planned, section(str(tmp_path), settings), 4)
     for stage, memory in enumerate(stages):
-        weights, gradients, state = found[stage * 4 // len(stages)]
-        predicted = [memory.parts[each] for each in ("weights", "gradients", "optimiser state")]
+        weights, gradients, state = result[stage * 4 // len(stages)]
+        predicted = [memory.parts[name] for name in ("weights", "gradients", "optimiser state")]
         assert predicted == pytest.approx([weights, gradients, state], rel=0.001 if name == "fsdp1" else 0, abs=200)
-        assert memory.parts["weights"] >= max(each[0] for each in found) * (name != "pp x fsdp2")
+        assert memory.parts["weights"] >= max(each[0] for each in result) * (name != "pp x fsdp2")

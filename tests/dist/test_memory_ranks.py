@@ -104,7 +104,7 @@ def log_probs_and_gradients(cut: bool, num_ruled_out: int = 0) -> tuple[torch.Te
         group, size = dist.group.WORLD, dist.get_world_size()
         sizes = [VOCABULARY // size + (3 if rank == 0 else 0) for rank in range(size)]
         sizes[-1] += VOCABULARY - sum(sizes)
-        weight, bias = (each.detach().split(sizes)[dist.get_rank()].requires_grad_() for each in (weight, bias))
+        weight, bias = (tensor.detach().split(sizes)[dist.get_rank()].requires_grad_() for tensor in (weight, bias))
     out = token_log_probs_and_entropy(hidden, weight, labels, 0.7, bias, chunk_tokens=5, group=group)
     (torch.stack(out) * upstream).sum().backward()
     parts = [weight.grad, bias.grad]
@@ -112,7 +112,7 @@ def log_probs_and_gradients(cut: bool, num_ruled_out: int = 0) -> tuple[torch.Te
         gathered = [None] * size
         dist.all_gather_object(gathered, parts)
         parts = [torch.cat(each) for each in zip(*gathered, strict=True)]
-    return *(each.detach() for each in out), hidden.grad, *parts
+    return *(tensor.detach() for tensor in out), hidden.grad, *parts
 
 
 @pytest.mark.parametrize(("num_ranks", "num_ruled_out"), [(2, 0), (4, 0), (2, 16), (4, 20)])  # all of the last rank's
@@ -167,7 +167,7 @@ def sharded_head(tp: int, fsdp: int) -> tuple[float, dict[str, torch.Tensor]]:
     assert isinstance(module.lm_head.weight, DTensor)
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh["fsdp"].get_group())
-    return float(total), {name: whole(each.grad) for name, each in module.named_parameters()}
+    return float(total), {name: whole(parameter.grad) for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize(("tp", "fsdp"), [(1, 2), (2, 1), (2, 2)])
@@ -178,8 +178,8 @@ def test_a_sharded_weight_gets_its_whole_gradient(tp, fsdp, ranks):
     expected.backward()
     for loss, gradients in ranks.run(tp * fsdp, sharded_head, tp, fsdp):
         assert loss == pytest.approx(float(expected.detach()), rel=1e-6)
-        for name, each in module.named_parameters():
-            torch.testing.assert_close(gradients[name], each.grad, rtol=1e-5, atol=1e-6)
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-5, atol=1e-6)
 
 
 def train_with_dropout(rows_at_once: int = 1, keyed: bool = True, **config: Any) -> Outcome:
@@ -203,7 +203,7 @@ def train_with_dropout(rows_at_once: int = 1, keyed: bool = True, **config: Any)
         batches = [mine[start : start + rows_at_once] for start in range(0, len(mine), rows_at_once)]
         for ids in accumulate(module, batches):
             rows = [case.row(each) for each in ids]
-            row = {name: torch.cat([each[name] for each in rows]) for name in rows[0]}
+            row = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             with keys.batch(step if keyed else dist.get_rank(), ids):
                 loss = case.loss(module, row, mesh)[0] * len(ids)  # the case's loss is a mean over elements
                 (loss / num).backward()

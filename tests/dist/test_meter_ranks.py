@@ -15,9 +15,9 @@ def rates(layout: Layout) -> dict[str, float]:
 
 
 def test_samples_of_data_parallel_ranks_are_added_and_shared_ones_counted_once(ranks):
-    found = ranks.run(4, rates, Layout(dp_shard=2, tp=2))
-    assert found == [found[0]] * 4
-    assert found[0] == {
+    result = ranks.run(4, rates, Layout(dp_shard=2, tp=2))
+    assert result == [result[0]] * 4
+    assert result[0] == {
         "throughput/tokens_per_s": 15,
         "throughput/tokens_per_s_per_device": 3.75,
         "throughput/flops_per_s": 400,

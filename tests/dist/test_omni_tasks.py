@@ -42,7 +42,7 @@ def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path
         config["model"]["foundation"] = {"config_path": str(write_config(TEXT | moe, tmp_path / "moe.yaml"))}
     rows = [4 * index if index % 4 else index // 4 for index in range(24)]  # three of four are text alone
     write_omni_rows(tmp_path / "rows.jsonl", rows)
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(4 if " x " in mode else 2, functools.partial(run_rank, "train_omni"), merge(config, many))
     run_task_here("train_omni", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
@@ -56,7 +56,7 @@ def test_published_models_on_two_ranks_are_one_process(kind, mode, ranks, tmp_pa
     train = {"max_steps": STEPS, "eps": 1.0e-4, "data_parallel_mode": mode}
     config = tiny_unified_config(tmp_path, kind, train=train, eval={"every_steps": 2})
     config = merge(config, {"text_coef": 0.7, "image_coef": 1.5})
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(2, functools.partial(run_rank, "train_omni"), merge(config, many))
     run_task_here("train_omni", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})

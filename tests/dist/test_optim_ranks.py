@@ -66,7 +66,7 @@ def truth(kind: str) -> Outcome:
 SLOW = ("fsdp2 x tp, fused matrices", "fsdp2 x tp, experts", "fsdp2, uneven shards", "ep x efsdp, replicated")
 
 
-@pytest.mark.parametrize("mode", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else ()) for mode in MODES])
 def test_muon_equals_one_process(mode, ranks):
     num_ranks, kind, config = MODES[mode]
     for outcome in ranks.run(num_ranks, functools.partial(train_with_muon, kind, **config)):
@@ -79,15 +79,17 @@ def state_of(kind: str, **config: Any) -> list[str]:
     module = parallelize(build(kind), mesh, parsed, CASES[kind].plan(build(kind)))
     settings = DitTrainConfig(output_dir="unused", optimizer="muon")
     optimizer, _ = build_optimizer(module, settings, 1)
-    for each in module.parameters():
-        each.grad = torch.ones_like(each)
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     return [
         f"{name}/{key}"
-        for name, each in module.named_parameters()
-        for key, value in optimizer.state[each].items()
+        for name, parameter in module.named_parameters()
+        for key, value in optimizer.state[parameter].items()
         if value.ndim
-        and not (isinstance(value, DTensor) and (value.placements, value.shape) == (each.placements, each.shape))
+        and not (
+            isinstance(value, DTensor) and (value.placements, value.shape) == (parameter.placements, parameter.shape)
+        )
     ]
 
 
@@ -106,8 +108,8 @@ def fsdp1_message() -> str:
 
 def test_flat_pieces_are_refused(ranks):
     message = "train.optimizer muon needs whole matrices, which the flat shards of train.data_parallel_mode fsdp1"
-    for found in ranks.run(2, fsdp1_message):
-        assert found.startswith(message)
+    for text in ranks.run(2, fsdp1_message):
+        assert text.startswith(message)
 
 
 def groups_of_stages() -> tuple[list[str], str]:
@@ -119,8 +121,8 @@ def groups_of_stages() -> tuple[list[str], str]:
     entries = [{"match": "embed_tokens", "lr_scale": 0.1}]
     settings = DitTrainConfig(output_dir="unused", param_groups=entries, **config)
     optimizer, _ = build_optimizer(stage, settings, 1, mesh)
-    names = {id(each): name for name, each in stage.named_parameters()}
-    slow = [names[id(each)] for group in optimizer.param_groups if group["lr"] < 5e-5 for each in group["params"]]
+    names = {id(parameter): name for name, parameter in stage.named_parameters()}
+    slow = [names[id(param)] for group in optimizer.param_groups if group["lr"] < 5e-5 for param in group["params"]]
     entries.append({"match": "no_such_layer"})
     with pytest.raises(ConfigError) as caught:
         build_optimizer(stage, DitTrainConfig(output_dir="unused", param_groups=entries, **config), 1, mesh)
@@ -148,17 +150,17 @@ def step_in_8_bits(num_before: int, **config: Any) -> dict[str, torch.Tensor]:
     shards = Shards(module, mesh)
     for step in range(6):
         generator = torch.Generator().manual_seed(step)
-        for name, each in shards.parameters.items():
+        for name, parameter in shards.parameters.items():
             if step == num_before:
-                saved = {key: saved_shard(value) for key, value in optimizer.state[each].items() if value.ndim}
+                saved = {key: saved_shard(value) for key, value in optimizer.state[parameter].items() if value.ndim}
                 for key, value in saved.items():
-                    optimizer.state[each][key] = shards.shard(name, shards.whole(name, value)).clone()
-            each.grad = torch.zeros_like(each)
+                    optimizer.state[parameter][key] = shards.shard(name, shards.whole(name, value)).clone()
+            parameter.grad = torch.zeros_like(parameter)
             whole = torch.randn(shards.shapes[name], generator=generator)
-            local(each.grad).copy_(shards.shard(name, whole).view(local(each).shape))
+            local(parameter.grad).copy_(shards.shard(name, whole).view(local(parameter).shape))
         optimizer.step()
-    assert "OptimState8bit" in {type(each["exp_avg"]).__name__ for each in optimizer.state.values()}
-    return {name: shards.whole(name, local(each.detach())) for name, each in shards.parameters.items()}
+    assert "OptimState8bit" in {type(value["exp_avg"]).__name__ for value in optimizer.state.values()}
+    return {name: shards.whole(name, local(parameter.detach())) for name, parameter in shards.parameters.items()}
 
 
 @pytest.mark.slow
@@ -168,5 +170,5 @@ def test_8_bits_equal_one_process_and_are_saved_exactly(config, ranks):
     truth = step_in_8_bits(num_before=6)
     for num_before in (6, 3):
         for found in ranks.run(2, functools.partial(step_in_8_bits, num_before, **config)):
-            for name, each in truth.items():
-                assert torch.equal(found[name], each), name
+            for name, value in truth.items():
+                assert torch.equal(found[name], value), name

@@ -69,13 +69,13 @@ def test_equals_one_process(mode, kind, lora, ranks):
     for outcome in run():
         assert difference(outcome, truth(kind, lora)) < TOLERANCE
         assert set(outcome.without_gradient) <= set(truth(kind, lora).without_gradient)
-        for name, each in truth(kind, lora).frozen.items():
-            assert torch.equal(outcome.frozen[name], each), f"{name} was frozen"
+        for name, value in truth(kind, lora).frozen.items():
+            assert torch.equal(outcome.frozen[name], value), f"{name} was frozen"
 
 
 @pytest.mark.parametrize("lora", [False, True])
 @pytest.mark.parametrize(
-    "kind", [pytest.param(each, marks=pytest.mark.slow if each in LATER else ()) for each in KINDS]
+    "kind", [pytest.param(kind, marks=pytest.mark.slow if kind in LATER else ()) for kind in KINDS]
 )
 def test_bf16_is_as_near_to_float32_as_bf16_of_one_process(kind, lora, ranks):
     exact, plain = truth(kind, lora), truth(kind, lora, torch.bfloat16)

@@ -68,10 +68,10 @@ def test_mode_equals_one_process(mode, ranks):
 
 ROWS_OF_STEP = [CASES["dense"].row(index) for index in range(ROWS)]
 WIDE_ROWS = [
-    {name: torch.cat([each, each.roll(1, 1) if name == "input_ids" else each]) for name, each in row.items()}
+    {name: torch.cat([value, value.roll(1, 1) if name == "input_ids" else value]) for name, value in row.items()}
     for row in ROWS_OF_STEP[:2]
 ] + ROWS_OF_STEP[2:]
-EQUAL_ROWS = [{name: each[:, :24] for name, each in row.items()} for row in ROWS_OF_STEP]
+EQUAL_ROWS = [{name: value[:, :24] for name, value in row.items()} for row in ROWS_OF_STEP]
 
 
 def tiny(kind: str, **more: Any) -> nn.Module:
@@ -118,7 +118,9 @@ def only_layer(index: int) -> nn.Module:
 
 
 def gradients(module: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    return merged(mesh, {name: whole(each.grad).clone() for name, each in trainable_parameters(module).items()})
+    return merged(
+        mesh, {name: whole(parameter.grad).clone() for name, parameter in trainable_parameters(module).items()}
+    )
 
 
 def plain_step(
@@ -145,11 +147,11 @@ def pipeline_step(
     return losses, gradients(pipeline.module, mesh)
 
 
-def assert_same_step(found: tuple, wanted: tuple) -> None:
-    assert found[0] == pytest.approx(wanted[0], rel=TOLERANCE)
-    assert found[1].keys() == wanted[1].keys()
-    for name, each in wanted[1].items():
-        assert (found[1][name] - each).norm() <= TOLERANCE * each.norm(), name
+def assert_same_step(actual: tuple, wanted: tuple) -> None:
+    assert actual[0] == pytest.approx(wanted[0], rel=TOLERANCE)
+    assert actual[1].keys() == wanted[1].keys()
+    for name, value in wanted[1].items():
+        assert (actual[1][name] - value).norm() <= TOLERANCE * value.norm(), name
 
 
 def tied_model(trained: bool = True) -> nn.Module:
@@ -197,9 +199,9 @@ def test_forward_gives_logits_on_the_last_stage(schedule, ranks):
             module(input_ids=row["input_ids"], position_ids=row["position_ids"], use_cache=False).logits
             for row in WIDE_ROWS[1:]
         ]
-    found = ranks.run(4, functools.partial(evaluate_and_train, pipeline_schedule=schedule))
-    assert [has_last for _, has_last, _ in found] == [schedule == "zbv"] * 2 + [schedule != "zbv"] * 2
-    for logits, has_last, outcome in found:
+    actual = ranks.run(4, functools.partial(evaluate_and_train, pipeline_schedule=schedule))
+    assert [has_last for _, has_last, _ in actual] == [schedule == "zbv"] * 2 + [schedule != "zbv"] * 2
+    for logits, has_last, outcome in actual:
         assert (logits is not None) == has_last
         for left, right in zip(logits or [], wanted if has_last else [], strict=True):
             assert left.shape == right.shape and (left - right).abs().max() < TOLERANCE
@@ -211,16 +213,16 @@ def train_from_meta(**config: Any) -> tuple[int, Outcome]:
     make = functools.partial(build, "dense")
     module = build_on_meta(make)
     pipeline = build_pipeline(module, mesh, parsed, language_plan(module))
-    numel = sum(each.numel() for each in pipeline.module.parameters())
+    numel = sum(parameter.numel() for parameter in pipeline.module.parameters())
     initialise_on_meta(pipeline.module, make, mesh, seed=0)
     return numel, train_steps(pipeline, mesh, "dense")
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_meta_makes_only_this_ranks_stages(schedule, ranks):
-    found = ranks.run(2, functools.partial(train_from_meta, pipeline_schedule=schedule))
-    assert sum(numel for numel, _ in found) == sum(each.numel() for each in build("dense").parameters())
-    for _, outcome in found:
+    actual = ranks.run(2, functools.partial(train_from_meta, pipeline_schedule=schedule))
+    assert sum(numel for numel, _ in actual) == sum(parameter.numel() for parameter in build("dense").parameters())
+    for _, outcome in actual:
         assert difference(outcome, truth("dense")) < TOLERANCE
 
 
@@ -260,7 +262,7 @@ REFUSALS: dict[str, tuple[Callable[[], nn.Module], list, dict[str, Any], str]] =
 
 
 def refusals() -> dict[str, str]:
-    found = {}
+    results = {}
     for name, (make, rows, config, _) in REFUSALS.items():
         mesh, parsed = make_mesh(pipeline_parallel_size=2, **config)
         module = make()
@@ -268,8 +270,8 @@ def refusals() -> dict[str, str]:
         try:
             build_pipeline(module, mesh, parsed, plan).train_step(rows, functools.partial(summed_loss, num=1))
         except ConfigError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def test_what_cannot_be_cut_is_refused_before_the_first_step(ranks):
@@ -307,8 +309,8 @@ def test_padding_is_a_document_of_its_own():
         },
         {"input_ids": torch.ones(2, 5, dtype=torch.int64), "position_ids": torch.arange(5).repeat(2, 1)},
     ]
-    for each in batches:
-        each["labels"] = each["input_ids"].clone()
+    for batch in batches:
+        batch["labels"] = batch["input_ids"].clone()
     first, second = pad_together(batches, 4)
     assert first["input_ids"].tolist() == [[1, 1, 1, 0, 0, 0, 0, 0], [0] * 8]
     assert first["labels"].tolist() == [[1, 1, 1, -100, -100, -100, -100, -100], [-100] * 8]

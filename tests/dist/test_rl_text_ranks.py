@@ -67,13 +67,13 @@ ROUNDING = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in MESHES]
+    "mesh", [pytest.param(mesh, marks=() if mesh in FAST else pytest.mark.slow) for mesh in MESHES]
 )
 def test_a_mesh_equals_one_process(mesh: str, ranks: RankPool, tmp_path: Path) -> None:
     num_ranks, kind, train, settings = MESHES[mesh]
     train = {"max_steps": STEPS, "eps": 1e-4, "global_batch_size": 8, **train}
     config = merge(tiny_text_rl_config(tmp_path, kind, train=train), settings)
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, LAST_BITS | ROUNDING)
@@ -83,7 +83,7 @@ def test_a_mesh_equals_one_process(mesh: str, ranks: RankPool, tmp_path: Path) -
 def test_ranks_share_the_rollouts_that_one_process_has_dumped(ranks: RankPool, tmp_path: Path) -> None:
     train = {"max_steps": STEPS, "eps": 1e-4, "global_batch_size": 8, "data_parallel_mode": "ddp"}
     config = tiny_text_rl_config(tmp_path, rollout={"rollout_only": True}, train=train)
-    drawn, many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("drawn", "many", "one"))
+    drawn, many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("drawn", "many", "one"))
     run_task_here("rl_text", merge(config, drawn))
     config["rollout"] |= {"rollout_only": False, "load_dump": str(tmp_path / "drawn")}
     ranks.run(2, functools.partial(run_rank, "rl_text"), merge(config, many))
@@ -99,7 +99,11 @@ PARTIAL_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(each, marks=() if each == "ddp" else pytest.mark.slow) for each in PARTIAL_MESHES]
+    "mesh",
+    [
+        pytest.param(mesh_name, marks=() if mesh_name == "ddp" else pytest.mark.slow)
+        for mesh_name in PARTIAL_MESHES
+    ],
 )
 def test_ranks_share_answers_that_are_under_way(mesh: str, ranks: RankPool, tmp_path: Path) -> None:
     """They take the groups of one process, and what they have saved one process goes on with."""
@@ -107,7 +111,7 @@ def test_ranks_share_answers_that_are_under_way(mesh: str, ranks: RankPool, tmp_
     few = {"engine": {"type": "embedded", "max_batch_size": 10}}  # so that some wait, and others run ahead
     train = {"max_steps": STEPS, "eps": 1e-4, "global_batch_size": 8, "save_steps": 1, **train}
     config = partial_config(tmp_path, train=train, rollout=few)
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
     plain = merge(config, {"train": NO_CUTS | PLAIN, "rollout": {"engine": "embedded"}})
     run_task_here("rl_text", merge(plain, one))
@@ -148,7 +152,7 @@ def given_and_received() -> list[Any]:
 
 
 def test_ranks_exchange_values_of_any_size(ranks: RankPool) -> None:
-    expected = [[[f"{given} to {to}"] * (to + given) for given in range(3)] for to in range(3)]
+    expected = [[[f"{index} to {to}"] * (to + index) for index in range(3)] for to in range(3)]
     assert ranks.run(3, given_and_received) == expected
 
 

@@ -40,7 +40,9 @@ def train(move: bool, config: dict, optimizer_name: str, lora: bool) -> tuple[di
                 case.loss(module, rows[0], mesh)
             freed.append(memory.before_generation(sampled_here=False))
             assert memory.before_generation(sampled_here=False) == 0
-            assert not any(plain.untyped_storage().nbytes() for each in module.parameters() for plain in _plain(each))
+            assert not any(
+                plain.untyped_storage().nbytes() for parameter in module.parameters() for plain in _plain(parameter)
+            )
             assert memory.before_update() + (memory.before_step() if step % 2 else 0) > 0
         for row in accumulate(module, rows):
             loss, count = case.loss(module, row, mesh)
@@ -53,7 +55,7 @@ def train(move: bool, config: dict, optimizer_name: str, lora: bool) -> tuple[di
     return weights | frozen, freed
 
 
-@pytest.mark.parametrize("mode", [pytest.param(each, marks=pytest.mark.slow if each in SLOW else ()) for each in MODES])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.slow if mode in SLOW else ()) for mode in MODES])
 def test_training_goes_on_to_the_bit(mode, ranks):
     if "8 bits" in mode and not importlib.util.find_spec("torchao"):
         pytest.skip("torchao is not installed")

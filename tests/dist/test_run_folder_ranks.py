@@ -20,17 +20,17 @@ def start(folder: Path) -> tuple[str, list[str]]:
     """What a rank is told, and the files that it sees while the run is at work."""
     mesh = Mesh(Layout(dp_shard=2), torch.device("cpu"), torch.distributed.get_rank())
     train = {"output_dir": str(folder / "run"), "trackers": [], "device": "cpu"}
-    given = {"model": {"model_path": "unused"}, "data": {"data_type": "glyphs"}, "train": train}
+    settings = {"model": {"model_path": "unused"}, "data": {"data_type": "glyphs"}, "train": train}
     try:
-        run = start_run(load_config(TrainDitConfig, overrides=given), mesh, "test")
+        run = start_run(load_config(TrainDitConfig, overrides=settings), mesh, "test")
         run.begin(1, 0, [])
     except FolderError as error:
         return str(error), []
     mesh.barrier()
-    found = sorted(each.name for each in (folder / "run").iterdir())
+    result = sorted(path.name for path in (folder / "run").iterdir())
     mesh.barrier()
     run.finish()
-    return "", found
+    return "", result
 
 
 def test_rank_0_holds_the_folder_of_all(ranks, tmp_path):
@@ -48,4 +48,4 @@ def test_every_rank_is_refused_what_another_run_holds(ranks, tmp_path):
         told = [text for text, _ in ranks.run(2, start, tmp_path)]
         other.kill()
     assert f"in use by another run (process {other.pid} on " in told[0] and told == [told[0]] * 2
-    assert [each.name for each in (tmp_path / "run").iterdir()] == [NAME]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == [NAME]

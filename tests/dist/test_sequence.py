@@ -75,10 +75,10 @@ def solve(problem: Problem, groups: SequenceGroups) -> list[tuple[torch.Tensor, 
         mine = [*chunks[groups.rank], *chunks[-1 - groups.rank]]
         ours = mine
         schedule = causal_schedule(groups, problem.documents)
-        ids = torch.stack([torch.repeat_interleave(torch.tensor(each)) for each in problem.documents])
+        ids = torch.stack([torch.repeat_interleave(torch.tensor(document)) for document in problem.documents])
         mask = ((ids[:, :, None] == ids[:, None]) & torch.ones(total, total, dtype=torch.bool).tril())[:, None]
     else:
-        lengths, key_lengths = (each[: groups.size] for each in problem.lengths)
+        lengths, key_lengths = (length[: groups.size] for length in problem.lengths)
         total, num_keys = sum(lengths), sum(key_lengths)
         mine, ours = (torch.arange(sum(each)).split(each)[groups.rank] for each in (lengths, key_lengths))
         schedule = full_schedule(groups, lengths, key_lengths)
@@ -90,17 +90,17 @@ def solve(problem: Problem, groups: SequenceGroups) -> list[tuple[torch.Tensor, 
         for seed, (shape, width) in enumerate(zip(shapes, widths, strict=True))
     ]
     weight = seeded(problem.rows, problem.heads, total, problem.widths[1], seed=5).to(problem.dtype)
-    wide = [each.float() for each in whole]
+    wide = [tensor.float() for tensor in whole]
     expected = functional.scaled_dot_product_attention(*wide, attn_mask=mask, scale=0.3, enable_gqa=True)
     gradients = torch.autograd.grad((expected * weight).sum(), wide)
     places = (mine, ours, ours)
-    parts = [each.detach()[:, :, place].requires_grad_() for each, place in zip(whole, places, strict=True)]
+    parts = [tensor.detach()[:, :, place].requires_grad_() for tensor, place in zip(whole, places, strict=True)]
     key_mask = mask[:, 0, 0][:, ours] if problem.mask else None
-    found = sequence_attention(*parts, schedule, 0.3, key_mask)
-    found_gradients = torch.autograd.grad((found * weight[:, :, mine]).sum(), parts)
-    pairs = [(found.detach(), expected.detach()[:, :, mine])]
+    actual = sequence_attention(*parts, schedule, 0.3, key_mask)
+    found_gradients = torch.autograd.grad((actual * weight[:, :, mine]).sum(), parts)
+    pairs = [(actual.detach(), expected.detach()[:, :, mine])]
     return pairs + [
-        (part, each[:, :, place]) for part, each, place in zip(found_gradients, gradients, places, strict=True)
+        (part, gradient[:, :, place]) for part, gradient, place in zip(found_gradients, gradients, places, strict=True)
     ]
 
 
@@ -109,11 +109,11 @@ def test_attention_in_parts_is_that_of_one_process(shape, ranks):
     num_ranks, config = SHAPES[shape]
     for solved in ranks.run(num_ranks, solve_in_parts, config):
         for name, pairs in solved.items():
-            for found, expected in pairs:
-                assert found.dtype == PROBLEMS[name].dtype and found.shape == expected.shape, name
+            for tensor, expected in pairs:
+                assert tensor.dtype == PROBLEMS[name].dtype and tensor.shape == expected.shape, name
                 half = name == "bf16"  # relative to the largest: gradients of grouped heads are sums over heads
                 atol = 2e-2 * float(expected.abs().max()) if half else TOLERANCE
-                torch.testing.assert_close(found.float(), expected, rtol=0 if half else TOLERANCE, atol=atol, msg=name)
+                torch.testing.assert_close(tensor.float(), expected, rtol=0 if half else TOLERANCE, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -122,11 +122,11 @@ def test_kernels_agree_with_mathematics(causal):
         seeded(2, heads, 11, width, seed=width + heads) for heads, width in ((6, 8), (2, 8), (2, 5), (6, 5))
     )
     expected = attend(query, key, value, 0.4, causal, "math")
-    found = attend(query, key, value, 0.4, causal)
-    torch.testing.assert_close(found, expected)
+    actual = attend(query, key, value, 0.4, causal)
+    torch.testing.assert_close(actual, expected)
     back = [attend_backward(grad, (query, key, value), expected, 0.4, causal, kernel) for kernel in ("math", None)]
     torch.testing.assert_close(back[0], back[1], rtol=1e-5, atol=1e-5)
-    assert [each.shape for each in back[0]] == [query.shape, key.shape, value.shape]
+    assert [tensor.shape for tensor in back[0]] == [query.shape, key.shape, value.shape]
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
@@ -136,7 +136,7 @@ def test_causal_work_is_even(size):
     work = [sum(token + 1 for chunk in (chunks[rank], chunks[-1 - rank]) for token in chunk) for rank in range(size)]
     assert len(set(work)) == 1
     for total in range(2, 40):
-        lengths = [len(each) for each in head_tail_chunks(total, size)]
+        lengths = [len(head_tail_chunk) for head_tail_chunk in head_tail_chunks(total, size)]
         parts = [lengths[rank] + lengths[-1 - rank] for rank in range(size)]
         assert sum(parts) == total and max(parts) - min(parts) <= 1
 
@@ -162,7 +162,7 @@ def truth(kind: str, lora: bool = False) -> Outcome:
 
 
 @pytest.mark.parametrize(
-    "kind", ["dense", "sd3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("moe", "flux", "wan"))]
+    "kind", ["dense", "sd3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("moe", "flux", "wan"))]
 )
 def test_recomputation_on_replicas_equals_one_process(kind, ranks):
     config = {R: 2, "data_parallel_replicate_size": 2, "activation_checkpointing": "full"}
@@ -206,9 +206,9 @@ def two_rows() -> dict[str, torch.Tensor]:
 def logits_and_gradients(module: nn.Module, batch: dict[str, torch.Tensor], weight: torch.Tensor) -> tuple[Any, Any]:
     """Logits without gradients (a rollout), and the gradients of a weighted sum of them."""
     with torch.no_grad():
-        found = module(**batch, use_cache=False).logits
+        result = module(**batch, use_cache=False).logits
     (module(**batch, use_cache=False).logits * weight).sum().backward()
-    return found, {name: each.grad for name, each in module.named_parameters()}
+    return result, {name: parameter.grad for name, parameter in module.named_parameters()}
 
 
 def language_models_in_parts(config: dict[str, int]) -> dict[str, float]:
@@ -222,12 +222,14 @@ def language_models_in_parts(config: dict[str, int]) -> dict[str, float]:
         logits, gradients = logits_and_gradients(language_model(family), batch, weight)
         module = language_model(family)
         apply_sequence_parallel(module, mesh, language_plan(module))
-        found, found_gradients = logits_and_gradients(module, part, weight_part)
-        error = float((found - logits[:, where]).abs().max())
-        for name, each in gradients.items():
-            if each is not None:
+        result, found_gradients = logits_and_gradients(module, part, weight_part)
+        error = float((result - logits[:, where]).abs().max())
+        for name, gradient in gradients.items():
+            if gradient is not None:
                 dist.all_reduce(found_gradients[name])
-                error = max(error, float((found_gradients[name] - each).abs().max() / each.abs().max().clamp_min(1)))
+                error = max(
+                    error, float((found_gradients[name] - gradient).abs().max() / gradient.abs().max().clamp_min(1))
+                )
         errors[family] = error
     return errors
 
@@ -263,12 +265,12 @@ def two_sizes_then_backward(config: dict[str, Any]) -> Outcome:
     if mesh.distributed:
         module = parallelize(module, mesh, parsed, plans.FLUX)
     outputs = [module(**images(num_tokens, rows=2))[0] for num_tokens in (15, 16)]
-    sum((each**2).sum() for each in outputs).backward()
-    gradients = {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    sum((output**2).sum() for output in outputs).backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
     if mesh.distributed:
-        for each in gradients.values():
-            dist.all_reduce(each)
-    return Outcome([float(each.detach().sum()) for each in outputs], [], gradients)
+        for gradient in gradients.values():
+            dist.all_reduce(gradient)
+    return Outcome([float(output.detach().sum()) for output in outputs], [], gradients)
 
 
 def test_recomputation_after_a_batch_of_another_size(ranks):
@@ -331,7 +333,7 @@ class Toy(nn.Module):
     def __init__(self, *mixers: nn.Module) -> None:
         super().__init__()
         self.embed, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.blocks = nn.ModuleList(ToyBlock(each) for each in mixers)
+        self.blocks = nn.ModuleList(ToyBlock(mixer) for mixer in mixers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -515,7 +517,7 @@ def test_attention_that_bypasses_the_engine_is_found(ranks):
 
 def call(module: nn.Module, mesh: Any, **changes: Any) -> None:
     part = shard_sequence(two_rows(), mesh)
-    module(**{name: each for name, each in (part | changes).items() if each is not None}, use_cache=False)
+    module(**{name: change for name, change in (part | changes).items() if change is not None}, use_cache=False)
 
 
 LANGUAGE_REFUSALS = {

@@ -92,28 +92,28 @@ def run_rank(task: str, config: dict[str, Any]) -> None:
 
 
 def weights(output_dir: Path) -> dict[str, Any]:
-    found = {}
+    results = {}
     for path in sorted((output_dir / "hf_ckpt").rglob("*.safetensors")):
         if "vae" not in str(path) and "text_encoder" not in str(path):
-            found |= load_file(path)
-    assert found
-    return found
+            results |= load_file(path)
+    assert results
+    return results
 
 
-def assert_equal_runs(one: Path, many: Path, relative: float, absolute: dict[str, float]) -> None:
+def assert_equal_runs(path: Path, many: Path, relative: float, absolute: dict[str, float]) -> None:
     """Metrics of every step, and what was exported."""
-    lines, others = read_jsonl(one / "metrics.jsonl"), read_jsonl(many / "metrics.jsonl")
-    assert [each["step"] for each in lines] == [each["step"] for each in others]
+    lines, others = read_jsonl(path / "metrics.jsonl"), read_jsonl(many / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [other["step"] for other in others]
     assert lines[-1]["step"] == STEPS
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
         for name, value in line.items():
             wanted = pytest.approx(value, rel=relative, abs=absolute.get(name, 1e-12))
             assert other[name] == wanted, f"{name} of step {line['step']}"
-    left, right = weights(one), weights(many)
+    left, right = weights(path), weights(many)
     assert left.keys() == right.keys()
-    for name, each in left.items():
-        assert float((right[name] - each).float().norm()) <= relative * float(each.float().norm()) + 1e-6, name
+    for name, tensor in left.items():
+        assert float((right[name] - tensor).float().norm()) <= relative * float(tensor.float().norm()) + 1e-6, name
 
 
 LAST_BITS = {

@@ -91,8 +91,8 @@ def check(ranks: Any, num_ranks: int, kind: str, lora: bool = False, **config: A
     for outcome in outcomes:
         assert difference(outcome, truth(kind, lora)) < TOLERANCE
         assert not outcome.without_gradient
-    for name, each in outcomes[0].frozen.items():
-        assert torch.equal(each, truth(kind, lora).frozen[name]), name
+    for name, value in outcomes[0].frozen.items():
+        assert torch.equal(value, truth(kind, lora).frozen[name]), name
 
 
 def test_cut_sequences_are_recomputed(ranks):
@@ -112,22 +112,22 @@ def test_a_vocabulary_that_does_not_divide_with_fsdp(ranks):
 def layouts(kind: str) -> dict[str, Any]:
     """What tensor parallelism makes of each parameter of a model with weights and of one on the meta device."""
     mesh, _ = make_mesh(**TP2, **DDP)
-    found = []
+    results = []
     for device in ("cpu", "meta"):
         with torch.device(device):
             module = CASES[kind].build()
         apply_tensor_parallel(module, mesh, CASES[kind].plan(module), False)
-        found.append(
+        results.append(
             {
-                name: (tuple(each.shape), str(each.placements), tuple(each.to_local().shape))
-                if isinstance(each, DTensor)
-                else (tuple(each.shape), None, None)
-                for name, each in module.named_parameters()
+                name: (tuple(parameter.shape), str(parameter.placements), tuple(parameter.to_local().shape))
+                if isinstance(parameter, DTensor)
+                else (tuple(parameter.shape), None, None)
+                for name, parameter in module.named_parameters()
             }
         )
-        assert all(each.device.type == device for each in module.parameters())
-    assert found[0] == found[1]
-    return found[1]
+        assert all(parameter.device.type == device for parameter in module.parameters())
+    assert results[0] == results[1]
+    return results[1]
 
 
 def test_meta_weights_are_cut_like_others(ranks):
@@ -155,29 +155,29 @@ def refusals() -> dict[str, str]:
         "plan": ("dense", ParallelPlan(dense.blocks), False),
         "sequence": ("flux", flux, True),
     }
-    found = {}
+    results = {}
     for name, (kind, plan, sequence) in attempts.items():
         try:
             apply_tensor_parallel(
                 build(kind), mesh, dataclasses.replace(plan, blocks=CASES[kind].plan(build(kind)).blocks), sequence
             )
         except ConfigError as error:
-            found[name] = str(error)
-    return found
+            results[name] = str(error)
+    return results
 
 
 def test_what_cannot_be_cut_is_named(ranks):
-    found = ranks.run(3, refusals)[0]
-    assert "self_attn.q_proj has 8 heads" in found["heads"] and "8 / 3 = 2.66667" in found["heads"]
-    assert "attn.to_q has 4 heads" in found["diffusers heads"]
-    assert "mlp.up_proj.weight: dimension 0 of (64, 32)" in found["matrix"]
-    assert "6 equal shards" in found["packed"]
-    assert "'lm_head' has the unknown style 'diagonal'" in found["style"]
-    assert "'model.layers.*.mlp.gate' (colwise) matches nothing" in found["nothing"]
-    assert "model.norm is a Qwen3RMSNorm" in found["type"]
-    assert "experts needs the style moe_tp_experts" in found["owner"]
-    assert "Qwen3ForCausalLM has no plan" in found["plan"]
-    assert "train.sequence_parallel is for language models" in found["sequence"]
+    result = ranks.run(3, refusals)[0]
+    assert "self_attn.q_proj has 8 heads" in result["heads"] and "8 / 3 = 2.66667" in result["heads"]
+    assert "attn.to_q has 4 heads" in result["diffusers heads"]
+    assert "mlp.up_proj.weight: dimension 0 of (64, 32)" in result["matrix"]
+    assert "6 equal shards" in result["packed"]
+    assert "'lm_head' has the unknown style 'diagonal'" in result["style"]
+    assert "'model.layers.*.mlp.gate' (colwise) matches nothing" in result["nothing"]
+    assert "model.norm is a Qwen3RMSNorm" in result["type"]
+    assert "experts needs the style moe_tp_experts" in result["owner"]
+    assert "Qwen3ForCausalLM has no plan" in result["plan"]
+    assert "train.sequence_parallel is for language models" in result["sequence"]
 
 
 def adapter_refusal() -> str:
@@ -196,9 +196,9 @@ def test_other_adapters_are_refused(ranks):
 
 
 def test_numbers_in_patterns_are_numbers_and_stars_are_layers():
-    found = match_plan(build("sd3"), plans.SD3.tensor)
-    assert found["transformer_blocks.2.attn.to_out.0"].kind == "rowwise"
-    assert "transformer_blocks.2.attn.to_add_out" not in found and "transformer_blocks.1.attn2.to_q" not in found
+    result = match_plan(build("sd3"), plans.SD3.tensor)
+    assert result["transformer_blocks.2.attn.to_out.0"].kind == "rowwise"
+    assert "transformer_blocks.2.attn.to_add_out" not in result and "transformer_blocks.1.attn2.to_q" not in result
 
 
 def placements() -> list[Shard | None]:
@@ -209,7 +209,7 @@ def placements() -> list[Shard | None]:
     weights = (block.proj_mlp.weight, block.proj_mlp.bias, block.proj_out.weight, block.attn.to_q.weight)
     with pytest.raises(ConfigError, match=r"32 / 3 = 10.6667"):
         fsdp_placement(block.proj_mlp.weight, 3)
-    return [fsdp_placement(each, 2) for each in weights]
+    return [fsdp_placement(weight, 2) for weight in weights]
 
 
 def test_fsdp_cuts_fused_matrices_along_their_other_dimension(ranks):

@@ -34,7 +34,7 @@ def run(folder, train, from_state=None, count=None, sources=None, transform=Numb
         place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 29500}  # as a launcher says; the group is there already
     os.environ.update({name: str(value) for name, value in place.items()})
     try:
-        train = {name: each for name, each in train.items() if name != "SINGLE"}
+        train = {name: value for name, value in train.items() if name != "SINGLE"}
         config = TextTrainConfig(output_dir=folder, device="cpu", global_batch_size=4, num_train_epochs=2, **train)
         transform, data = transform(), TextDataConfig(train_path="unused", max_seq_len=16, **data)
         rows = one_source(LENGTHS) if sources is None else sources()
@@ -54,15 +54,15 @@ def run(folder, train, from_state=None, count=None, sources=None, transform=Numb
 
 def test_ranks_agree_and_share_one_store(ranks, tmp_path):
     _, total, wanted, _ = run(str(tmp_path / "one"), {"SINGLE": True})
-    found = ranks.run(4, run, str(tmp_path / "four"), {"tensor_parallel_size": 2})
-    assert [each[0] for each in found] == [61, 0, 0, 0], "rows that each rank has tokenised"
-    assert {each[1] for each in found} == {total}
-    assert found[0][2] == found[1][2] and found[2][2] == found[3][2], "ranks that share matrices see the same"
+    actual = ranks.run(4, run, str(tmp_path / "four"), {"tensor_parallel_size": 2})
+    assert [each[0] for each in actual] == [61, 0, 0, 0], "rows that each rank has tokenised"
+    assert {each[1] for each in actual} == {total}
+    assert actual[0][2] == actual[1][2] and actual[2][2] == actual[3][2], "ranks that share matrices see the same"
     for number, step in enumerate(wanted):
-        parts = [found[rank][2][number] for rank in (0, 2)]
+        parts = [actual[rank][2][number] for rank in (0, 2)]
         assert (step[0], step[2:]) == (parts[0][0], parts[0][2:]) == (parts[1][0], parts[1][2:])
         assert step[1] == sorted(parts[0][1] + parts[1][1])
-    state = found[0][2][9][2]
+    state = actual[0][2][9][2]
     _, again, rest, _ = run(str(tmp_path / "four"), {"SINGLE": True}, state)
     assert again == total and rest == wanted[10:]
 
@@ -84,16 +84,16 @@ def test_ranks_share_the_work_on_a_stream(name, ranks, tmp_path):
     data = {"datasets_type": "iterable", "sources": sources, **data}
     train = {"max_steps": 40}
     wanted = run(str(tmp_path / "one"), train | {"SINGLE": True}, **data)[2]
-    found = ranks.run(4, functools.partial(run, **data), str(tmp_path), train | {"tensor_parallel_size": 2})
-    assert found[0][2] == found[1][2] and found[2][2] == found[3][2], "ranks that share matrices see the same"
+    actual = ranks.run(4, functools.partial(run, **data), str(tmp_path), train | {"tensor_parallel_size": 2})
+    assert actual[0][2] == actual[1][2] and actual[2][2] == actual[3][2], "ranks that share matrices see the same"
     for number, step in enumerate(wanted):
-        parts = [found[rank][2][number] for rank in (0, 2)]
+        parts = [actual[rank][2][number] for rank in (0, 2)]
         assert (step[0], step[2:]) == (parts[0][0], parts[0][2:]) == (parts[1][0], parts[1][2:])
         assert step[1] == sorted(parts[0][1] + parts[1][1])
     if name == "in order":  # 160 of 300 rows are trained on: each was tokenised once, as the rest of their chunk was
-        tokenised = [number for _, _, _, numbers in found for number in numbers]
+        tokenised = [number for _, _, _, numbers in actual for number in numbers]
         assert sorted(tokenised) == list(range(len(tokenised))) and len(tokenised) in (256, 300)
-        assert max(len(numbers) for _, _, _, numbers in found) <= 75
+        assert max(len(numbers) for _, _, _, numbers in actual) <= 75
     going_on = functools.partial(run, from_state=wanted[9][2], **data)
     (first, second) = (rank[2] for rank in ranks.run(2, going_on, str(tmp_path), train))
     assert [sorted(one[1] + other[1]) for one, other in zip(first, second, strict=True)] == [
@@ -119,8 +119,8 @@ class Failing(NumberTransform):
 def test_an_error_of_a_row_is_raised_on_all_ranks_when_its_turn_comes(lengths, transform, error, ranks, tmp_path):
     data = {"datasets_type": "iterable", "shuffle": False, "sources": functools.partial(one_source, lengths)}
     run_ranks = functools.partial(run, transform=transform, **data)
-    found = ranks.run(2, run_ranks, str(tmp_path), {"max_steps": 40})
-    assert found[1].startswith(error) and (found[0].startswith(error) or found[0] == f"DataError: rank 1: {error}")
+    result = ranks.run(2, run_ranks, str(tmp_path), {"max_steps": 40})
+    assert result[1].startswith(error) and (result[0].startswith(error) or result[0] == f"DataError: rank 1: {error}")
     taken = ranks.run(2, run_ranks, str(tmp_path), {"max_steps": 40}, None, 3)
     assert [len(rank[2]) for rank in taken] == [3, 3], "a run that ends before does not hear of it"
 

@@ -111,7 +111,7 @@ def both(task: str, name: str, cases: dict[str, Any], ranks: Any, tmp_path: Any,
         config = merge(config, {"model": {"config_path": str(write_config(asks, tmp_path / "asks.yaml"))}})
     if name == "several sources":
         config = merge(config, {"data": sources(tmp_path)})
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, task), merge(config, many))
     run_task_here(task, merge(merge(config, {"train": NO_CUTS}), one))
     near_zero = [f"{kind}/{name}" for kind in ("pairs", "steps", "answers", "eval") for name in NEAR_ZERO]
@@ -232,7 +232,7 @@ def test_another_global_batch_goes_on_with_the_samples_that_are_left(tmp_path):
     place = {"output_dir": str(tmp_path / "other"), "global_batch_size": 2}
     place["load_checkpoint_path"] = str(whole / "checkpoints/global_step_2")
     other = run_task_here("train_text", merge(config, {"train": place}))
-    before, after = (read_jsonl(each / "metrics.jsonl") for each in (whole, other))
+    before, after = (read_jsonl(path / "metrics.jsonl") for path in (whole, other))
     total = sum(line.get("tokens", 0) for line in before)
     seen = sum(line.get("tokens", 0) for line in before if line["step"] <= 2) + sum(line["tokens"] for line in after)
     assert seen == total and len(after) > len(before) - 3

@@ -136,7 +136,7 @@ def test_several_ranks_are_one_process_with_images_on_some(mode, ranks, tmp_path
         write_config(deep, Path(config["model"]["config_path"]))
     rows = [image_row(index if index % 4 == 2 else 3 * index) for index in range(24)]  # most have no image
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
@@ -179,7 +179,7 @@ def test_several_ranks_are_one_process_with_audio_on_some(mode, ranks, tmp_path)
         config["data"]["max_seq_len"] = 256
         rows = [audio_row(index, 1.0) if index % 3 == 1 else image_row(index) for index in range(12)]
     Path(config["data"]["train_path"]).write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
@@ -203,7 +203,7 @@ def test_several_ranks_are_one_process_with_videos_on_some(mode, ranks, tmp_path
     config = tiny_media_config(tmp_path, kind, train=train, eval={"every_steps": 2})
     rows = [(media_row, image_row, image_row)[index % 3](index if index % 3 else 1) for index in range(12)]
     (tmp_path / "media.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "train_text"), merge(config, many))
     run_task_here("train_text", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})
@@ -226,7 +226,7 @@ def test_rl_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, ra
     num_ranks, train, settings = RL[mode]
     train = {"max_steps": STEPS, "eps": 1.0e-4, "global_batch_size": 8, **train}
     config = merge(tiny_vision_rl_config(tmp_path, train=train), settings)
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(num_ranks, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     rounding = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}  # of kernels alone
@@ -240,7 +240,7 @@ def test_rl_on_several_ranks_is_one_process_with_videos_and_audio_in_some_prompt
     pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
     train = {"max_steps": STEPS, "eps": 1.0e-4, "global_batch_size": 8}
     config = tiny_media_rl_config(tmp_path, kind, train=train)
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(2, functools.partial(run_rank, "rl_text"), merge(config, many))
     run_task_here("rl_text", merge(merge(config, {"train": NO_CUTS | PLAIN}), one))
     rounding = {"mismatch/log_ratio_max": 1e-5, "mismatch/kl_k1": 1e-6}  # of kernels alone
@@ -253,7 +253,7 @@ def test_dpo_on_several_ranks_is_one_process_with_images_in_some_prompts(mode, r
     cut = {"pipeline_parallel_size": 2} if mode == "pp" else {"data_parallel_mode": mode}
     train = {"max_steps": STEPS, "eps": 1.0e-4, **cut}
     config = tiny_vision_pairs_config(tmp_path, train=train, eval={"every_steps": 2})
-    many, one = ({"train": {"output_dir": str(tmp_path / each)}} for each in ("many", "one"))
+    many, one = ({"train": {"output_dir": str(tmp_path / name)}} for name in ("many", "one"))
     ranks.run(2, functools.partial(run_rank, "train_text_dpo"), merge(config, many))
     run_task_here("train_text_dpo", merge(merge(config, {"train": NO_CUTS}), one))
     assert_equal_runs(tmp_path / "one", tmp_path / "many", 1e-5, {"grad_norm": 1e-7, "loss": 1e-7})

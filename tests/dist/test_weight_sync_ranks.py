@@ -56,8 +56,8 @@ class Peer:
 def weights_of_version(module: nn.Module, shapes: Any, version: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(version)
     return {
-        name: torch.randn(shapes[name], generator=generator).to(each.dtype)
-        for name, each in trainable_parameters(module).items()
+        name: torch.randn(shapes[name], generator=generator).to(parameter.dtype)
+        for name, parameter in trainable_parameters(module).items()
     }
 
 
@@ -69,17 +69,17 @@ def expected(
     lora: bool, dtype: torch.dtype, version: int, sent: torch.dtype = torch.float32
 ) -> dict[str, torch.Tensor]:
     module = build("sd3", lora).to(sent)
-    shapes = {name: each.shape for name, each in module.named_parameters()}
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
     plain = dict(module.named_parameters()) | {"pos_embed.pos_embed": module.pos_embed.pos_embed}
-    found = {name: each.detach() for name, each in plain.items()} | weights_of_version(module, shapes, version)
-    return {name: each.to(dtype) for name, each in found.items()}
+    result = {name: value.detach() for name, value in plain.items()} | weights_of_version(module, shapes, version)
+    return {name: value.to(dtype) for name, value in result.items()}
 
 
 def check(sampler: ProcessRole, version: int, wanted: dict[str, torch.Tensor]) -> None:
     has, weights = sampler.all(held)[0]
     assert has == version
     assert weights.keys() == wanted.keys()
-    assert not [name for name, each in wanted.items() if not torch.equal(weights[name], each)]
+    assert not [name for name, value in wanted.items() if not torch.equal(weights[name], value)]
 
 
 def publish_three(
@@ -103,7 +103,7 @@ def publish_three(
         assert not list((folder / "weight_sync").glob("*"))
         sync.close()
     assert reports[0].num_verified == len(expected(lora, dtype, 3))
-    assert [each.num_verified for each in reports[1:]] == [reports[0].num_tensors] * 2
+    assert [report.num_verified for report in reports[1:]] == [reports[0].num_tensors] * 2
     return reports
 
 
@@ -120,7 +120,9 @@ LAYOUTS = {
 def test_full_weights_from_fsdp2_to_tensor_parallelism(ranks, tmp_path):
     reports = publish_three(ranks, tmp_path, *LAYOUTS["fsdp2 to tp"], "broadcast")
     module = build("sd3")
-    assert reports[0].num_bytes == sum(each.numel() * 4 for each in module.parameters() if each.requires_grad)
+    assert reports[0].num_bytes == sum(
+        parameter.numel() * 4 for parameter in module.parameters() if parameter.requires_grad
+    )
     assert reports[0].num_tensors > 50 and reports[0].seconds > 0
 
 
@@ -145,13 +147,13 @@ def test_a_sampler_in_bf16_gets_what_a_cast_gives(transport, ranks, tmp_path):
 
 def outputs_until_staged(peer: Peer, version: int) -> tuple[int, list[torch.Tensor]]:
     """Forward passes in the main thread, with the role's own collectives, until a version is staged on all ranks."""
-    row, found = CASES[peer.kind].row(0), []
+    row, results = CASES[peer.kind].row(0), []
     deadline = time.monotonic() + 30
     while True:
-        found.append(CASES[peer.kind].loss(peer.received_module, row, peer.mesh)[0])
+        results.append(CASES[peer.kind].loss(peer.received_module, row, peer.mesh)[0])
         staged = peer.sync.staged == version
         if not peer.mesh.any(not staged):
-            return len(found), found
+            return len(results), results
         assert time.monotonic() < deadline
 
 
@@ -178,7 +180,7 @@ def test_the_sampler_goes_on_while_weights_arrive(ranks, tmp_path):
         sync.transfer(2)
         count, outputs = computing.result()
         assert count > 2
-        assert all(torch.equal(each, outputs[0]) for each in outputs)
+        assert all(torch.equal(output, outputs[0]) for output in outputs)
         check(roles.sampler, 1, expected(False, torch.float32, 1))
         sync.apply(2).result()
         check(roles.sampler, 2, expected(False, torch.float32, 2))
@@ -224,7 +226,7 @@ def test_two_models_in_the_same_processes(actor, sampler, transport, ranks, tmp_
     version, weights = results[0][1]
     wanted = expected(False, torch.float32, 2)
     assert version == 2 and weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[name], each) for name, each in wanted.items())
+    assert all(torch.equal(weights[name], value) for name, value in wanted.items())
 
 
 def flip_a_bit(peer: Peer, bucket: int = 1) -> None:
@@ -256,7 +258,7 @@ def wrong_piece(peer: Peer, version: int) -> None:
 
 def other_base(peer: Peer) -> None:
     """One element of a frozen weight is another."""
-    frozen = next(each for each in peer.received_module.parameters() if not each.requires_grad)
+    frozen = next(parameter for parameter in peer.received_module.parameters() if not parameter.requires_grad)
     frozen.data[0] += 1e-3
 
 
@@ -274,7 +276,7 @@ def test_damage_on_the_way_is_found_and_the_roles_can_begin_anew(ranks, tmp_path
         roles.sampler.all(other_base)
         sync.transfer(1)
         errors = apply_everywhere(sync, roles.sampler)
-        assert all(isinstance(each, WeightSyncError) and "model.model_path" in str(each) for each in errors)
+        assert all(isinstance(error, WeightSyncError) and "model.model_path" in str(error) for error in errors)
         assert "not trained" in str(errors[0]) and "version 1" in str(errors[0])
 
         roles.sampler.build(Peer, TP, True, torch.float32)  # a process that was started anew knows nothing
@@ -284,14 +286,14 @@ def test_damage_on_the_way_is_found_and_the_roles_can_begin_anew(ranks, tmp_path
         roles.actor.all(flip_a_bit)
         sync.transfer(3)
         errors = apply_everywhere(sync, roles.sampler)
-        assert all(isinstance(each, WeightSyncError) and "version 3 in the sampler" in str(each) for each in errors)
+        assert all(isinstance(error, WeightSyncError) and "version 3 in the sampler" in str(error) for error in errors)
         assert "lora" in str(errors[0]) and "runtime.weight_sync" in str(errors[0])
 
         sync.reconnect()
         sync.transfer(4)
         roles.sampler.all(wrong_piece, 4)
         errors = apply_everywhere(sync, roles.sampler)
-        assert all(isinstance(each, WeightSyncError) and "rank 0, 1" in str(each) for each in errors)
+        assert all(isinstance(error, WeightSyncError) and "rank 0, 1" in str(error) for error in errors)
         assert roles.sampler.all(held)[0][0] == 2
         sync.close()
 

@@ -61,11 +61,11 @@ def cut(module: nn.Module, kind: str, mesh: Mesh, parsed: Any) -> nn.Module:
     if mesh.layout.tp == 1:
         return parallelize(module, mesh, parsed, plan)
     ranks = mesh.device_mesh("tp")
-    for name, each in list(module.named_parameters(remove_duplicate=False)):
+    for name, tensor in list(module.named_parameters(remove_duplicate=False)):
         if name.endswith((*COLUMNS, *ROWS, "embed_tokens.weight")):
             owner, _, key = name.rpartition(".")
             placement = Shard(1) if name.endswith(ROWS) else Shard(0)
-            piece = nn.Parameter(distribute_tensor(each.detach(), ranks, [placement]))
+            piece = nn.Parameter(distribute_tensor(tensor.detach(), ranks, [placement]))
             module.get_submodule(owner).register_parameter(key, piece)
     return shard_data_parallel(module, mesh, parsed, find_blocks(module, plan))
 
@@ -73,10 +73,10 @@ def cut(module: nn.Module, kind: str, mesh: Mesh, parsed: Any) -> nn.Module:
 def unequal(module: nn.Module, truth: nn.Module) -> list[str]:
     """Names of weights and buffers whose wholes are not those of the plain module."""
     expected = dict(truth.named_parameters()) | dict(truth.named_buffers())
-    found = all_parameters(module) | dict(module.named_buffers())
-    names = found.keys() ^ (expected.keys() | (found.keys() & {"lm_head.weight"}))
+    actual = all_parameters(module) | dict(module.named_buffers())
+    names = actual.keys() ^ (expected.keys() | (actual.keys() & {"lm_head.weight"}))
     plain = dict(truth.named_parameters(remove_duplicate=False)) | expected
-    return [*names, *(name for name, each in found.items() if not torch.equal(whole(each.detach()), plain[name]))]
+    return [*names, *(name for name, value in actual.items() if not torch.equal(whole(value.detach()), plain[name]))]
 
 
 class Meter:
@@ -103,8 +103,8 @@ def load(kind: str, folder: str, from_rank0: bool = False, **config: Any) -> tup
         load_weights(module, Path(folder), mesh, from_rank0)
     finally:
         weight_files.FileTensor.read = meter.read
-    holds = sum(local(each.detach()).nbytes for each in all_parameters(module).values())
-    holds += sum(each.nbytes for each in weights.persistent_buffers(module).values())
+    holds = sum(local(parameter.detach()).nbytes for parameter in all_parameters(module).values())
+    holds += sum(persistent_buffer.nbytes for persistent_buffer in weights.persistent_buffers(module).values())
     return unequal(module, make(kind)), meter.num_bytes, holds
 
 
@@ -116,7 +116,7 @@ def folders(tmp_path_factory) -> dict[str, Path]:
         make(kind).save_pretrained(root / kind, max_shard_size="60KB")
         assert len(list((root / kind).glob("*.safetensors"))) > 1
     make("moe").save_pretrained(root / "moe fused", save_original_format=False)
-    return {each.name: each for each in root.iterdir()}
+    return {path.name: path for path in root.iterdir()}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -157,16 +157,16 @@ def load_stages(folder: str) -> list[str]:
         module = build_on_meta(functools.partial(build, "moe"))
         stages = build_pipeline(module, mesh, parsed, CASES["moe"].plan(module)).module
         load_weights(stages, Path(folder if mesh.is_first or not from_rank0 else "/nonexistent"), mesh, from_rank0)
-        found, expected = whole_weights(stages, mesh), build("moe").state_dict() if mesh.is_first else {}
-        differing += [*(found.keys() ^ expected.keys()), *unlike(found, expected)]
-        doubled = {name: 2 * each for name, each in build("moe").state_dict().items()}
+        actual, expected = whole_weights(stages, mesh), build("moe").state_dict() if mesh.is_first else {}
+        differing += [*(actual.keys() ^ expected.keys()), *unlike(actual, expected)]
+        doubled = {name: 2 * weight for name, weight in build("moe").state_dict().items()}
         load_whole(stages, doubled, mesh)
         differing += unlike(whole_weights(stages, mesh), doubled)
     return differing
 
 
-def unlike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name, each in found.items() if not torch.equal(each, expected[name])]
+def unlike(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
+    return [name for name, value in actual.items() if not torch.equal(value, expected[name])]
 
 
 def test_stages_of_a_pipeline(folders, ranks):
@@ -193,26 +193,26 @@ def there_and_back(kind: str, lora: bool, from_rank0: bool, **config: Any) -> tu
     mesh, parsed = make_mesh(**config)
     truth = build(kind, lora)
     module = cut(build(kind, lora), kind, mesh, parsed)
-    found = whole_weights(module, mesh)
-    differing = unlike(found, truth.state_dict())
+    actual = whole_weights(module, mesh)
+    differing = unlike(actual, truth.state_dict())
     buffers = persistent_buffers(truth)
-    as_computed = {name: each.bfloat16() for name, each in truth.state_dict().items()} | buffers
+    as_computed = {name: weight.bfloat16() for name, weight in truth.state_dict().items()} | buffers
     gathered = dict(each_whole_weight(module, mesh, torch.bfloat16))
     differing += [*unlike(gathered, as_computed), *(gathered.keys() ^ as_computed.keys())]
     trained = whole_weights(module, mesh, only_trainable=True)
-    changed = {name: each.detach() * 3 for name, each in truth.state_dict().items()}
+    changed = {name: weight.detach() * 3 for name, weight in truth.state_dict().items()}
     load_whole(module, changed if mesh.is_first or not from_rank0 else {"": torch.zeros(1)}, mesh, from_rank0)
     differing += unlike(whole_weights(module, mesh), changed)
-    mine = [name for name, each in truth.named_parameters() if each.requires_grad]
+    mine = [name for name, parameter in truth.named_parameters() if parameter.requires_grad]
     gathered = dict(each_whole_weight(module, mesh, with_frozen=False))
     differing += [*unlike(gathered, changed), *(gathered.keys() ^ {*mine, *buffers})]
     load_whole(module, {name: changed[name] / 3 for name in mine}, mesh, from_rank0)
     differing += [
         name
-        for name, each in whole_weights(module, mesh).items()
-        if not torch.equal(each, changed[name] / 3 if name in trained else changed[name])
+        for name, whole_weight in whole_weights(module, mesh).items()
+        if not torch.equal(whole_weight, changed[name] / 3 if name in trained else changed[name])
     ]
-    return sorted(found), sorted(trained), differing
+    return sorted(actual), sorted(trained), differing
 
 
 BACK = {
@@ -232,7 +232,7 @@ def test_whole_weights_there_and_back(mode, ranks):
     truth = build(kind, lora)
     names, trained, differing = results[0]
     assert names == sorted(truth.state_dict())
-    assert trained == sorted(name for name, each in truth.named_parameters() if each.requires_grad)
+    assert trained == sorted(name for name, parameter in truth.named_parameters() if parameter.requires_grad)
     assert differing == []
     assert results[1:] == [([], [], [])] * (num_ranks - 1)
 
@@ -244,8 +244,8 @@ def start_on_meta(kind: str, **config: Any) -> list[str]:
     differing = unequal(module, build(kind))
     case = CASES[kind]
     with torch.no_grad():
-        found, expected = (case.loss(each, case.row(0), mesh)[0] for each in (module, build(kind)))
-    return differing if abs(found - expected) < 1e-5 * expected else [*differing, f"loss {found}, not {expected}"]
+        actual, expected = (case.loss(each, case.row(0), mesh)[0] for each in (module, build(kind)))
+    return differing if abs(actual - expected) < 1e-5 * expected else [*differing, f"loss {actual}, not {expected}"]
 
 
 @pytest.mark.parametrize(("kind", "config"), [("wan", {}), ("moe", {"expert_parallel_size": 2})])
@@ -285,7 +285,7 @@ def load_beside_adapters(folder: str) -> list[str]:
     targets = list(CASES["moe"].lora_targets)
     with real_stand_ins(module):
         inject_adapter(module, LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False), ADAPTER)
-    assert all(each.is_meta != each.requires_grad for each in module.parameters())
+    assert all(parameter.is_meta != parameter.requires_grad for parameter in module.parameters())
     module = cut(module, "moe", mesh, parsed)
     load_weights(module, Path(folder), mesh)
     return unequal(module, build("moe", lora=True))
@@ -304,17 +304,17 @@ def load_by_class_name(folder: str) -> list[str]:
     register_checkpoint_conversion_mapping("Qwen3ForCausalLM", renaming, overwrite=True)
     mesh, parsed = make_mesh()
     module = cut(build_on_meta(functools.partial(build, "dense")), "dense", mesh, parsed)
-    before = [type(each) for each in module.modules()]
+    before = [type(part) for part in module.modules()]
     try:
         load_weights(module, Path(folder), mesh)
     finally:
         register_checkpoint_conversion_mapping("Qwen3ForCausalLM", [], overwrite=True)
-    assert [type(each) for each in module.modules()] == before
+    assert [type(part) for part in module.modules()] == before
     return unequal(module, build("dense"))
 
 
 def test_conversions_of_a_class(tmp_path, ranks):
-    tensors = {name.replace("q_proj", "old_proj"): each for name, each in build("dense").state_dict().items()}
+    tensors = {name.replace("q_proj", "old_proj"): weight for name, weight in build("dense").state_dict().items()}
     save_file(tensors, tmp_path / "model.safetensors")
     assert ranks.run(2, load_by_class_name, str(tmp_path)) == [[], []]
 
@@ -381,17 +381,19 @@ def pieces_of_fused() -> list[tuple[int, int]]:
     for rows, blocks in ((8, 2), (20, 5), (24, 3), (16, 4)):
         module = nn.Linear(3, rows)
         tensors = {
-            name: each.detach().copy_(torch.arange(each.numel()).view_as(each))
-            for name, each in module.named_parameters()
+            name: parameter.detach().copy_(torch.arange(parameter.numel()).view_as(parameter))
+            for name, parameter in module.named_parameters()
         }
-        for name, each in tensors.items():
+        for name, tensor in tensors.items():
             cut_in_blocks = [_StridedShard(0, split_factor=blocks)]
-            piece = distribute_tensor(each, mesh.device_mesh("tp"), cut_in_blocks, src_data_rank=None)
+            piece = distribute_tensor(tensor, mesh.device_mesh("tp"), cut_in_blocks, src_data_rank=None)
             module.register_parameter(name, nn.Parameter(piece))
         fully_shard(module, mesh=mesh.device_mesh("fsdp"))
-        for name, each in module.named_parameters():
-            found = whole(each.detach())
-            if not torch.equal(found, tensors[name]) or not torch.equal(shard_of(found, each), local(each.detach())):
+        for name, parameter in module.named_parameters():
+            result = whole(parameter.detach())
+            if not torch.equal(result, tensors[name]) or not torch.equal(
+                shard_of(result, parameter), local(parameter.detach())
+            ):
                 wrong.append((rows, blocks))
     return wrong
 

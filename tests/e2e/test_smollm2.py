@@ -265,11 +265,11 @@ def test_rl_on_a_task_of_reasoning_gym(smollm2: Path, tmp_path: Path, base: PreT
     assert lines[1]["ratio/mean"] == pytest.approx(1.0, abs=1e-6) and lines[1]["mismatch/log_ratio_max"] < 1e-4
     assert dump["rewards"].std() > 0, "some answers are better than others"
     adapted = PeftModel.from_pretrained(base, run / "hf_ckpt").eval()
-    shown = [each for each in read_samples(run)[2] if each["kind"] == "eval"]
+    shown = [entry for entry in read_samples(run)[2] if entry["kind"] == "eval"]
     assert len(shown) == 3
-    for each in shown:
-        answer = answer_of(adapted, tokenizer, each["prompt"], 6, system="Answer with one word.")
-        assert answer == each["text"].removesuffix("<|im_end|>")
+    for entry in shown:
+        answer = answer_of(adapted, tokenizer, entry["prompt"], 6, system="Answer with one word.")
+        assert answer == entry["text"].removesuffix("<|im_end|>")
 
 
 def load_plain(folder: Path) -> PreTrainedModel:
@@ -301,7 +301,7 @@ def assert_evaluated(run: Path, model: PreTrainedModel, tokenizer: Any) -> None:
     with torch.no_grad():
         expected = -torch.cat([answer_log_probs(model, tokenizer, *pair) for pair in HELD_OUT]).mean().item()
     assert last["eval/loss"] == pytest.approx(expected, rel=RELATIVE)
-    shown = [each["text"].removesuffix("<|im_end|>") for each in read_samples(run)[STEPS]]
+    shown = [entry["text"].removesuffix("<|im_end|>") for entry in read_samples(run)[STEPS]]
     assert shown == [answer_of(model, tokenizer, question, 8) for question, _ in HELD_OUT]
 
 

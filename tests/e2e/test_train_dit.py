@@ -153,10 +153,10 @@ def test_buckets_train_the_mean_over_samples_one_by_one(tmp_path: Path, shapes: 
     task = load_task("train_dit")
     losses_of, task.denoising_losses = task.denoising_losses, watched
     lines = run(tmp_path, shapes, "run", task, data=data, train={**train, "save_steps": 4})
-    assert {len(each) for each in alone.values()} == {7, 8}, "a broken row is missing where it is"
-    for step, found in alone.items():
-        assert lines[step]["loss"] == pytest.approx(np.mean(found), rel=1e-5)
-        assert lines[step]["images"] == len(found)
+    assert {len(value) for value in alone.values()} == {7, 8}, "a broken row is missing where it is"
+    for step, value in alone.items():
+        assert lines[step]["loss"] == pytest.approx(np.mean(value), rel=1e-5)
+        assert lines[step]["images"] == len(value)
     assert "30 rows in" in (tmp_path / "run" / "log.txt").read_text()
     # a cache of each bucket gives the same; a run that is resumed too; another micro-batch size is refused
     cache = {**data, "cache_dir": str(tmp_path / "cache")}

@@ -95,7 +95,7 @@ def test_hidden_prompts_and_guidance(settings: dict, tmp_path: Path) -> None:
     model.parallelize(mesh, parsed.train)
     (_, batches) = next(iter(loader.steps(from_step=0)))
     for batch in batches:
-        found = drop_prompts(batch, model.codes, 1.0, 0, 0, 0).input_ids
+        actual = drop_prompts(batch, model.codes, 1.0, 0, 0, 0).input_ids
         before, labels, kinds = (getattr(batch, name) for name in ("input_ids", "labels", "modality_ids"))
         for number in range(len(batch.document_lengths)):
             own = batch.document_ids[0] == number
@@ -103,8 +103,8 @@ def test_hidden_prompts_and_guidance(settings: dict, tmp_path: Path) -> None:
             draws = is_image(labels[0, own], model.codes).any()
             prompt = (labels[0, own] != IGNORED).cumsum(0) - (labels[0, own] != IGNORED).long() == 0
             expected = torch.where(prompt & (kinds[0, own] == 0) & draws, 0, before[0, own])
-            assert torch.equal(found[0, own], expected)
-    drawing = [each for each in validation.prompts if any(token in model.codes for token in each.answer)]
+            assert torch.equal(actual[0, own], expected)
+    drawing = [prompt for prompt in validation.prompts if any(token in model.codes for token in prompt.answer)]
     drawing = [each for each in drawing if each.images is None]
     one, other = drawing[0], drawing[-1]
     assert one.input_ids != other.input_ids and len(one.input_ids) == len(other.input_ids)

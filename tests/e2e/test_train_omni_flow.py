@@ -68,12 +68,12 @@ def test_the_loss_is_flow_matching_told_hidden_states_of_transformers(settings: 
             own = batch.document_ids[0] == number
             own[sum(batch.document_lengths) :] = False
             ids, labels = batch.input_ids[0, own], batch.labels[0, own]
-            media = {name: each for name, each in batch.media[number].items() if name != "drawn_latents"}
+            media = {name: value for name, value in batch.media[number].items() if name != "drawn_latents"}
             with torch.no_grad():
-                found = model.module.eval()(input_ids=ids[None], output_hidden_states=True, **media)
+                result = model.module.eval()(input_ids=ids[None], output_hidden_states=True, **media)
             drawn = is_image(labels, model.codes)
             written = (labels != IGNORED) & ~drawn
-            losses = -found.logits[0].log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+            losses = -result.logits[0].log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
             text, tokens = text + float(losses[written].sum()), tokens + int(written.sum())
             for index, latents in enumerate(batch.media[number].get("drawn_latents", ())):
                 assert latents.shape == (vae.config.latent_channels, 2, 2)
@@ -81,7 +81,7 @@ def test_the_loss_is_flow_matching_told_hidden_states_of_transformers(settings: 
                     uniform = keyed_uniform(parsed.train.seed, "sigma", 0, key)
                     sigma = draw_sigma(uniform, "logit_normal", 0.0, 1.0, 1.0)
                     noise = keyed_normal(latents.shape, parsed.train.seed, "noise", 0, key, latents.device)[0]
-                    hidden = found.hidden_states[-1][:, drawn]
+                    hidden = result.hidden_states[-1][:, drawn]
                     given = ((1 - sigma) * latents + sigma * noise)[None], hidden, hidden.mean(1), sigma * 1000
                     with torch.no_grad():
                         velocity = model.module.flow_head(*given, return_dict=False)[0][0]
@@ -96,11 +96,11 @@ def test_the_loss_is_flow_matching_told_hidden_states_of_transformers(settings: 
 @pytest.mark.slow
 def test_latents_are_those_of_the_images_that_are_drawn(settings: dict, tmp_path: Path) -> None:
     _, _, model, (loader, _, _) = opened(settings, tmp_path)
-    found = [media["drawn_latents"] for _, batches in loader.steps(from_step=0) for batch in batches
+    results = [media["drawn_latents"] for _, batches in loader.steps(from_step=0) for batch in batches
              for media in batch.media if "drawn_latents" in media]  # fmt: skip
-    assert len({tuple(each.flatten().tolist()) for each in found}) > 3  # each picture has its own
-    pictures = model.image_tokenizer.decode(found[0])
-    assert pictures.shape == (len(found[0]), 8, 8, 3) and pictures.dtype == np.uint8
+    assert len({tuple(tensor.flatten().tolist()) for tensor in results}) > 3  # each picture has its own
+    pictures = model.image_tokenizer.decode(results[0])
+    assert pictures.shape == (len(results[0]), 8, 8, 3) and pictures.dtype == np.uint8
 
 
 @pytest.mark.slow
@@ -115,7 +115,7 @@ def test_each_part_of_the_export_is_what_its_library_loads(settings: dict, whole
     again |= {"image_tokenizer": str(folder / "image_tokenizer")}
     parsed, mesh, model, (_, validation, _) = opened(merge(settings, {"model": again}), tmp_path)
     model.parallelize(mesh, parsed.train)
-    drawing = [each for each in validation.prompts if any(token in model.codes for token in each.answer)]
+    drawing = [prompt for prompt in validation.prompts if any(token in model.codes for token in prompt.answer)]
     prompt = next(each for each in drawing if len(each.images.shapes) == 1)  # which is the one that is drawn
     text = model.tokenizer.decode(prompt.input_ids, skip_special_tokens=True).split("user\n")[1].split("\n")[0]
 
@@ -189,7 +189,7 @@ def test_what_does_not_fit_is_refused(settings: dict, tmp_path: Path, name: str)
 def test_images_that_are_seen_after_one_is_drawn_are_those(tmp_path: Path, make) -> None:
     """Of rows that are tokenised before, and read again when a batch is made."""
     config, pictures = make(tmp_path), [data_url(picture(16, 16, seed)) for seed in range(3)]
-    drawn, seen, last = ({"type": "image", "image": each} for each in pictures)
+    drawn, seen, last = ({"type": "image", "image": picture} for picture in pictures)
     messages = [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": [drawn]}]
     messages += [
         {"role": "user", "content": [seen, {"type": "text", "text": "?"}]},

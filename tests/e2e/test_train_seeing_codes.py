@@ -52,13 +52,13 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
             own = batch.document_ids[0] == number
             own[sum(batch.document_lengths) :] = False
             ids, labels = batch.input_ids[0, own], batch.labels[0, own]
-            found = 50 + batch.sample_ids[number]
-            sizes = [(16 + 8 * (found % 3), 24 + 8 * each) for each in range(found % 3)]
-            images = [Image.open(io.BytesIO(picture(*size, found))).convert("RGB") for size in sizes]
+            actual = 50 + batch.sample_ids[number]
+            sizes = [(16 + 8 * (actual % 3), 24 + 8 * index) for index in range(actual % 3)]
+            images = [Image.open(io.BytesIO(picture(*size, actual))).convert("RGB") for size in sizes]
             if len(images) == 2 and kind == "emu3":  # transformers fills the smaller one up, and its codes are others
                 continue
-            content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"What is number {found}?"}]
-            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {found}."}]
+            content = [{"type": "image"}] * len(images) + [{"type": "text", "text": f"What is number {actual}?"}]
+            messages = [{"role": "user", "content": content}, {"role": "assistant", "content": f"It is {actual}."}]
             messages[1]["content"] = [{"type": "text", "text": messages[1]["content"]}]
             text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
             more = {"return_for_text_completion": True} if kind == "chameleon" else {}
@@ -75,7 +75,7 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
     assert compared >= {0, 1}
     first = weights_in(run / "hf_ckpt")
     again = run_task_here("train_text", merge(config, {"model": model, "train": {"output_dir": str(tmp_path / "two")}}))
-    changed = {name for name, each in weights_in(again / "hf_ckpt").items() if first[name] != each}
+    changed = {name for name, value in weights_in(again / "hf_ckpt").items() if first[name] != value}
     assert changed and not any("vqmodel" in name for name in changed)
 
 

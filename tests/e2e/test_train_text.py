@@ -37,13 +37,13 @@ def learner(tmp_path, **overrides):
 def answers_in_plain_transformers(folder, prompts):
     """Greedy answers of an exported folder, without sfumato."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
-    found = []
+    results = []
     for prompt in prompts:
         chat = [{"role": "user", "content": prompt}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
         output = model.generate(**ids, max_new_tokens=12, do_sample=False)
-        found.append(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
-    return found
+        results.append(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    return results
 
 
 def held_out(config, count):
@@ -63,7 +63,7 @@ def test_it_learns_what_it_was_not_shown(tmp_path):
     answers = answers_in_plain_transformers(run / "hf_ckpt", [row["prompt"] for row in rows])
     assert sum(answer == row["answer"] for answer, row in zip(answers, rows, strict=True)) >= 7
     shown = read_samples(run)[200]
-    assert [each["text"].removesuffix("<|im_end|>") for each in shown] == answers[:3]
+    assert [entry["text"].removesuffix("<|im_end|>") for entry in shown] == answers[:3]
     assert "exact_match" in (run / "report.html").read_text()
     rates = read_jsonl(run / "timings.jsonl")[-1]
     assert 0 <= rates["time/data_s"] < rates["time/step_s"]
@@ -124,7 +124,7 @@ def test_a_killed_run_goes_on_to_the_same_end(tmp_path):
     resumed = run_task_process("train_text", path, "--train.load_checkpoint_path", "auto")
     assert resumed.returncode == 0, resumed.output
     assert (resumed.output_dir / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    left, right = (each / "hf_ckpt/model.safetensors" for each in (whole, resumed.output_dir))
+    left, right = (path / "hf_ckpt/model.safetensors" for path in (whole, resumed.output_dir))
     assert left.read_bytes()[-1000:] == right.read_bytes()[-1000:]
 
 

@@ -49,7 +49,7 @@ def settings(folder, **overrides):
 
 def log_ratios(policy, reference, tokenizer, prompts, answers):
     """Of each answer to each prompt, in plain transformers."""
-    found = []
+    actual = []
     for prompt, text in zip(prompts, answers, strict=True):
         begin = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
         ids, given = (tokenizer(each, return_tensors="pt")["input_ids"] for each in (f"{begin}{text}<|im_end|>", begin))
@@ -58,8 +58,8 @@ def log_ratios(policy, reference, tokenizer, prompts, answers):
                 model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[given.shape[1] - 1 :].sum()
                 for model in (policy, reference)
             ]
-        found.append(sums[0] - sums[1])
-    return torch.stack(found)
+        actual.append(sums[0] - sums[1])
+    return torch.stack(actual)
 
 
 def test_good_answers_become_likelier_and_the_numbers_are_those_of_the_paper(tmp_path):

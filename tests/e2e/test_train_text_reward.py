@@ -127,16 +127,16 @@ def test_a_resumed_run_is_the_undisturbed_one(tmp_path, objective, lora):
     resumed = run_task_here("train_text_reward", merge(config, {"train": place}))
     lines = (whole / "metrics.jsonl").read_text().splitlines()
     assert (resumed / "metrics.jsonl").read_text().splitlines() == lines[4:]
-    weights = [(each / "hf_ckpt/model.safetensors").read_bytes() for each in (whole, resumed)]
+    weights = [(path / "hf_ckpt/model.safetensors").read_bytes() for path in (whole, resumed)]
     assert weights[0] == weights[1]
     export_checkpoint(whole, tmp_path / "out")
     assert (tmp_path / "out/model.safetensors").read_bytes() == weights[0]
 
 
 def test_a_configuration_is_checked(tmp_path):
-    found = check_config(write_config(settings(tmp_path, "process"), tmp_path / "run.yaml"))
-    assert (found.task, found.exit_code, found.problems) == ("train_text_reward", FITS, [])
-    assert found.model.kind == "Qwen3ForSequenceClassification" and found.data.training[0].num_learned > 0
+    result = check_config(write_config(settings(tmp_path, "process"), tmp_path / "run.yaml"))
+    assert (result.task, result.exit_code, result.problems) == ("train_text_reward", FITS, [])
+    assert result.model.kind == "Qwen3ForSequenceClassification" and result.data.training[0].num_learned > 0
 
 
 @pytest.mark.parametrize(

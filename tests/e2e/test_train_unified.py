@@ -81,9 +81,9 @@ def test_losses_are_those_of_transformers_processor_and_model(trained: Any, expo
             own[sum(batch.document_lengths) :] = False
             ids, labels = batch.input_ids[0, own], batch.labels[0, own]
             row_index = 50 + batch.sample_ids[number]
-            tokens, found = REFERENCES[kind](plain, processor, built, row_index, labels)
+            tokens, result = REFERENCES[kind](plain, processor, built, row_index, labels)
             assert torch.equal(tokens, ids)
-            assert torch.allclose(ours[own], found, atol=1e-6, rtol=1e-6)
+            assert torch.allclose(ours[own], result, atol=1e-6, rtol=1e-6)
             compared |= {(row_index % 4, bool(is_image(labels, built.codes).any()))}
     assert compared == {(0, False), (1, False), (2, True), (3, True)}
 
@@ -126,9 +126,9 @@ def _emu3(
     if codes:
         tokens = tokens.masked_scatter(tokens == processor.image_token_id, torch.cat(codes).long())
     with torch.no_grad():
-        found = plain(input_ids=tokens).logits
-        assert logits is None or torch.allclose(found, logits, atol=1e-6)
-    return tokens[0], _picked(found[0], labels)
+        result = plain(input_ids=tokens).logits
+        assert logits is None or torch.allclose(result, logits, atol=1e-6)
+    return tokens[0], _picked(result[0], labels)
 
 
 def _janus(
@@ -169,8 +169,8 @@ def test_drawings_are_those_of_transformers_generate(trained: Any, exported: Any
     kind, _, _ = trained
     plain, processor = exported
     built, _, validation = again
-    prompts = [each for each in validation.prompts if any(token in built.codes for token in each.answer)]
-    prompt = next(each for each in prompts if each.images is None)
+    prompts = [prompt for prompt in validation.prompts if any(token in built.codes for token in prompt.answer)]
+    prompt = next(prompt for prompt in prompts if prompt.images is None)
     scale = {"emu3": 1.0, "janus": 3.0}[kind]  # Janus' generate always guides
     (image,) = draw_images(built, [prompt], scale, 0.0, 0)
     codes, pixels = GENERATED[kind](plain, processor, prompt)
@@ -188,7 +188,7 @@ def test_rl_of_drawing_learns_and_exports_the_model(trained: Any, tmp_path: Path
     size = {"size": [16, 24]} if kind == "emu3" else {}
     rollout = {"kind": {"type": "drawing", "image_tokenizer": folder, **size}, "max_new_tokens": 8}
     config = tiny_text_rl_config(tmp_path)
-    config["data"] = {name: each for name, each in config["data"].items() if name != "chat_template"}
+    config["data"] = {name: value for name, value in config["data"].items() if name != "chat_template"}
     config["data"]["synthetic"] = {"problem": "draw"}
     parts = {"rollout": rollout, "reward": {"rewards": [{"type": "brightness"}]}, "train": {"max_steps": 2}}
     config = merge(config, parts) | {"model": {"model_path": folder}}
@@ -203,7 +203,7 @@ def test_rl_of_drawing_learns_and_exports_the_model(trained: Any, tmp_path: Path
     changed = {name for name in before if before[name] != after[name]}
     assert changed and not any("vqmodel" in name for name in changed)
     assert kind == "emu3" or any("generation_head" in name for name in changed)
-    one, other = (AutoProcessor.from_pretrained(each / "hf_ckpt", backend="pil").to_dict() for each in (run, out))
+    one, other = (AutoProcessor.from_pretrained(path / "hf_ckpt", backend="pil").to_dict() for path in (run, out))
     assert one == other
 
 
@@ -212,7 +212,7 @@ def test_what_is_frozen_by_name_stays(trained: Any, tmp_path: Path) -> None:
     pattern = {"emu3": "text_model.layers", "janus": "language_model|lm_head|vision_model|aligner"}[kind]
     model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
     more = {"model": model | {"freeze": [pattern]}, "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1}}
-    before, after = (weights_in(each / "hf_ckpt") for each in (run, run_task_here("train_omni", merge(config, more))))
+    before, after = (weights_in(path / "hf_ckpt") for path in (run, run_task_here("train_omni", merge(config, more))))
     left = {"emu3": ("embed_tokens", "lm_head", "text_model.norm", "text_model.model.norm"), "janus": ("generation_",)}
     changed = {name for name in before if before[name] != after[name]}
     assert changed and all(any(part in name for part in left[kind]) for name in changed)
@@ -283,11 +283,11 @@ def _emu3_generated(plain: Any, processor: Any, prompt: Any) -> tuple[list[int],
         return [mapping.eol_token_id] if place % (width + 1) == width else list(mapping.image_tokens)
 
     number = height * (width + 1)
-    found = plain.generate(**inputs, max_new_tokens=number, do_sample=False, prefix_allowed_tokens_fn=allowed)
-    drawn = torch.cat([found[:, begun:], torch.zeros(1, 3, dtype=torch.int64)], dim=1)  # end of frame, image and text
+    result = plain.generate(**inputs, max_new_tokens=number, do_sample=False, prefix_allowed_tokens_fn=allowed)
+    drawn = torch.cat([result[:, begun:], torch.zeros(1, 3, dtype=torch.int64)], dim=1)  # end of frame, image and text
     image = plain.decode_image_tokens(image_tokens=drawn, height=height, width=width)
     (pixels,) = processor.postprocess(list(image.float()), return_tensors="PIL.Image.Image")["pixel_values"]
-    codes = mapping.convert_bpe2img(found[:, begun:].view(1, height, width + 1))
+    codes = mapping.convert_bpe2img(result[:, begun:].view(1, height, width + 1))
     return codes.flatten().tolist(), pixels
 
 
@@ -307,5 +307,5 @@ REFERENCES = {"emu3": _emu3, "janus": _janus}
 
 
 def _picked(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    found = logits.float().log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-    return found.masked_fill(labels == IGNORED, 0)
+    result = logits.float().log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
+    return result.masked_fill(labels == IGNORED, 0)

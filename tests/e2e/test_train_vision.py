@@ -106,7 +106,7 @@ def test_families_are_trained_exported_and_go_on_with_their_processor(kind: str,
     drawn = build_language_model(config.model, config.train, data_type=config.data.data_type).plain.state_dict()
     path = str(run_task_here("train_text", settings) / "hf_ckpt")
     plain, info = AutoModelForImageTextToText.from_pretrained(path, output_loading_info=True, dtype=torch.float32)
-    assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     same = {name for name, weight in plain.state_dict().items() if torch.equal(weight, drawn[name])}
     assert any(re.search(ENCODERS, name) for name in same)
     assert {name for name, _ in plain.named_parameters() if re.search(ENCODERS, name)} <= same

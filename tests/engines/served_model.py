@@ -168,10 +168,10 @@ class Actor:
 
     @torch.no_grad()
     def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-        found = log_probs(module, tokens)
+        result = log_probs(module, tokens)
         if self.damages:
             module.get_parameter("model.layers.1.mlp.up_proj.weight").mul_(1.5)
-        return found
+        return result
 
 
 class Sampler:

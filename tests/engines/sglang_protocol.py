@@ -110,28 +110,28 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(json.loads(data) if data else None)
 
     def answer(self, body: Any) -> None:
-        own, status, found = self.scheduler, 200, None
+        own, status, result = self.scheduler, 200, None
         own.seen.append((self.path, body))
         while "hangs" in own.faults:
             time.sleep(0.05)
         match self.path:
             case "/get_server_info":
-                found = own.info()
+                result = own.info()
             case "/generate" if "out of memory" in own.faults:
-                status, found = 500, {"error": {"message": "CUDA out of memory"}}
+                status, result = 500, {"error": {"message": "CUDA out of memory"}}
             case "/generate":
-                found = own.generate(body)
+                result = own.generate(body)
             case "/update_weights_from_disk":
-                status, found = own.update(body)
+                status, result = own.update(body)
             case "/pause_generation" | "/abort_request":
                 own.pause(body.get("mode", "abort"))
             case "/continue_generation":
                 own.pause(None)
             case "/flush_cache" | "/health_generate" | "/release_memory_occupation" | "/resume_memory_occupation":
-                found = None
+                result = None
             case _:
-                status, found = 404, {"detail": "Not Found"}
-        data = b"" if found is None else json.dumps(found).encode()
+                status, result = 404, {"detail": "Not Found"}
+        data = b"" if result is None else json.dumps(result).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()

@@ -48,11 +48,11 @@ def module_of(kind, tied=False):
 
 
 def tensors_in(folder):
-    found = {}
+    results = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    return found
+            results |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    return results
 
 
 def hrm_text():
@@ -76,22 +76,22 @@ def test_weights_are_written_as_the_model_s_own_files(build, in_memory, tmp_path
     monkeypatch.setattr(weight_files, "FILE_BYTES", 20_000)
     files = WeightFiles(build_on_meta(build), torch.float32, tmp_path / "sent", in_memory=in_memory)
     assert {name: spec.shape for name, spec in files.specs.items()} == {
-        name: tuple(each.shape) for name, each in all_parameters(module).items()
+        name: tuple(parameter.shape) for name, parameter in all_parameters(module).items()
     }
     scratch = torch.empty(2**16)
 
     def through_one_buffer():  # each is valid until the next is asked for
-        for name, each in all_parameters(module).items():
-            scratch[: each.numel()] = each.detach().flatten()
-            yield name, scratch[: each.numel()].view(each.shape)
+        for name, parameter in all_parameters(module).items():
+            scratch[: parameter.numel()] = parameter.detach().flatten()
+            yield name, scratch[: parameter.numel()].view(parameter.shape)
 
     folder = files.write(through_one_buffer(), 3)
     assert len(list(folder.iterdir())) > 2, "several files"
-    found, expected = tensors_in(folder), tensors_in(tmp_path / "own")
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in found)
+    actual, expected = tensors_in(folder), tensors_in(tmp_path / "own")
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in actual)
     if "moe" in type(module).__name__.lower():
-        assert any("experts.3.down_proj" in name for name in found), "experts one by one"
+        assert any("experts.3.down_proj" in name for name in actual), "experts one by one"
     files.close()
 
 
@@ -158,7 +158,7 @@ def test_adapters_are_written_as_peft_reads_them(tmp_path):
 
     module = adapted_model(2)
     files = WeightFiles(adapted_template(), torch.bfloat16, tmp_path, "/models/base")
-    sent = {name: each for name, each in all_parameters(module).items() if each.requires_grad}
+    sent = {name: parameter for name, parameter in all_parameters(module).items() if parameter.requires_grad}
     assert files.specs.keys() == sent.keys() and {spec.dtype for spec in files.specs.values()} == {torch.float32}
     folder = files.write(iter(sent.items()), 2)
     tokens = torch.arange(12).view(1, 12)
@@ -192,7 +192,7 @@ def test_processes_that_share_a_folder_have_parts_of_their_own(tmp_path):
     for folder in (left, other, elsewhere, mine):
         folder.mkdir()
     assert own_folder(tmp_path) == mine
-    assert {each.name for each in tmp_path.iterdir()} == {mine.name, other.name, elsewhere.name}
+    assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name, elsewhere.name}
 
 
 # processes
@@ -216,8 +216,8 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 def started(tmp_path, code=SERVER, **changes):
     port = free_port()
     environment = {"COLOUR": "blue"}
-    given = {"command": [sys.executable, "-c", code, str(port)], "environment": environment, "start_timeout_s": 60.0}
-    process = ServerProcess("the server", log=tmp_path / "a" / "server.log", **{**given, **changes})
+    settings = {"command": [sys.executable, "-c", code, str(port)], "environment": environment, "start_timeout_s": 60.0}
+    process = ServerProcess("the server", log=tmp_path / "a" / "server.log", **{**settings, **changes})
     http = HttpServer("the server", f"http://127.0.0.1:{port}", timeout_s=20, process=process)
     process.start(lambda: http.answers("/"))
     return process, http
@@ -308,7 +308,7 @@ def test_a_server_ends_with_a_run_that_is_killed(tmp_path):
         "os.kill(os.getpid(), 9)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    pids = [int(each) for each in done.stdout.split()]
+    pids = [int(word) for word in done.stdout.split()]
     assert done.returncode == -signal.SIGKILL and len(pids) == 2, done.stderr
     wait_for_end(pids)
 
@@ -420,8 +420,8 @@ def test_an_engine_has_nothing_of_the_run_s_process_group(monkeypatch):
 
 def test_a_completion_that_goes_on_has_noise_of_its_own():
     requests = [GenerationRequest([1], seed, 5, first) for seed in (0, 7, 2**63 - 1) for first in (0, 1, 2)]
-    seeds = [seed_of(each) for each in requests]
-    assert seeds[0::3] == [0, 7, 2**63 - 1] and len(set(seeds)) == 9 and all(0 <= each < 2**63 for each in seeds)
+    seeds = [seed_of(request) for request in requests]
+    assert seeds[0::3] == [0, 7, 2**63 - 1] and len(set(seeds)) == 9 and all(0 <= seed < 2**63 for seed in seeds)
 
 
 # settings

@@ -40,13 +40,13 @@ def served(request, tmp_path):
 
 def drawn(engine, requests, sampling=Sampling()):  # noqa: B008
     async def all_of_them():
-        return await asyncio.gather(*(engine.generate(each, sampling) for each in requests))
+        return await asyncio.gather(*(engine.generate(request, sampling) for request in requests))
 
     return asyncio.run(all_of_them())
 
 
 def requests_of(count, length=6):
-    return [GenerationRequest([5, each, 9], 2**62 + each, length) for each in range(count)]
+    return [GenerationRequest([5, index, 9], 2**62 + index, length) for index in range(count)]
 
 
 def begin(engine, scheduler, requests):
@@ -119,8 +119,8 @@ def test_all_requests_are_aborted_with_what_they_have(served):
     waiting = begin(engine, scheduler, requests_of(10, 400))
     engine.pause("abort")
     aborted = waiting.result(timeout=30)
-    assert {each.finish_reason for each in aborted} == {"abort"}
-    assert [bool(each.token_ids) for each in aborted] == [True] * 4 + [False] * 6
+    assert {output.finish_reason for output in aborted} == {"abort"}
+    assert [bool(sequence.token_ids) for sequence in aborted] == [True] * 4 + [False] * 6
     engine.resume()
     again = drawn(engine, requests_of(4, len(aborted[0].token_ids)))
     assert again[0].token_ids == aborted[0].token_ids

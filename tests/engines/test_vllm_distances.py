@@ -87,8 +87,10 @@ class Policy:
 
     @contextmanager
     def sent_weights(self, version: int) -> Iterator[nn.Module]:
-        trained = {name: each for name, each in self.model.trained.named_parameters() if each.requires_grad}
-        before = {name: each.detach().clone() for name, each in trained.items()}
+        trained = {
+            name: parameter for name, parameter in self.model.trained.named_parameters() if parameter.requires_grad
+        }
+        before = {name: value.detach().clone() for name, value in trained.items()}
         generator = torch.Generator().manual_seed(version)
         with torch.no_grad():
             for name, each in trained.items() if version else ():

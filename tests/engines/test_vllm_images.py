@@ -47,8 +47,8 @@ def test_what_vllm_draws_for_images_has_the_log_probs_of_training(model: Path, t
     }
     folder = run_task_here("rl_text", merge(tiny_vision_rl_config(tmp_path), settings))
     lines = [line for line in read_jsonl(folder / "metrics.jsonl") if "mismatch/log_ratio_max" in line]
-    found = [line["mismatch/log_ratio_max"] for line in lines]
-    print(found)
-    assert len(found) == 3 and max(found) < 3e-5
+    results = [line["mismatch/log_ratio_max"] for line in lines]
+    print(results)
+    assert len(results) == 3 and max(results) < 3e-5
     moved, first = load_file(folder / "hf_ckpt/model.safetensors"), load_file(model / "model.safetensors")
     assert any(not torch.equal(moved[name], first[name]) for name in first if "visual" in name)

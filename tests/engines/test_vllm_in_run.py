@@ -131,16 +131,16 @@ class InTheMiddle:
 def drawn_in(folder: Path, step: int) -> dict[int, list[list[int]]]:
     """The tokens of an iteration's samples."""
     rollout = read_dump(dump_path(folder, step)).rollout
-    drawn = [[list(map(int, each.token_ids)) for each in some] for some in rollout.sequences]
+    drawn = [[list(map(int, sequence.token_ids)) for sequence in some] for some in rollout.sequences]
     return dict(zip(map(int, rollout.sample_ids), drawn, strict=True))
 
 
 def left_over() -> list[str]:
     """Processes of vLLM that are still there."""
     return [
-        " ".join(each.cmdline())
-        for each in psutil.Process().children(recursive=True)
-        if each.status() != psutil.STATUS_ZOMBIE and "vllm" in " ".join(each.cmdline()).lower()
+        " ".join(child.cmdline())
+        for child in psutil.Process().children(recursive=True)
+        if child.status() != psutil.STATUS_ZOMBIE and "vllm" in " ".join(child.cmdline()).lower()
     ]
 
 
@@ -153,17 +153,17 @@ def test_vllm_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    found = InTheMiddle(
+    in_the_middle = InTheMiddle(
         monkeypatch,
         signal.SIGKILL if fault == "killed" else signal.SIGSTOP,
         at=lambda number: number == SAMPLES + SAMPLES // 2,  # in the second iteration
     )
     more = {"timeout_s": 60.0} if fault == "hangs" else {}
     folder = run_task_here("rl_text", config_of(tmp_path, model, "run", **more))
-    assert found.hit == 1 and 0 < found.lost <= SAMPLES
+    assert in_the_middle.hit == 1 and 0 < in_the_middle.lost <= SAMPLES
     assert "it is started anew, 1 of 3 times" in caplog.text
     assert left_over() == []
-    ours, theirs = (read_jsonl(each / "metrics.jsonl") for each in (folder, undisturbed))
+    ours, theirs = (read_jsonl(path / "metrics.jsonl") for path in (folder, undisturbed))
     for line, expected in zip(ours[:2], theirs[:2], strict=True):  # in which vLLM has batches of other sizes
         assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
     assert drawn_in(folder, 2) == drawn_in(undisturbed, 2)
@@ -172,11 +172,11 @@ def test_vllm_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
 def test_vllm_that_is_lost_in_every_batch_ends_the_run_with_what_was_done_saved(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = InTheMiddle(monkeypatch, signal.SIGKILL, at=lambda number: number % SAMPLES == SAMPLES // 2)
+    in_the_middle = InTheMiddle(monkeypatch, signal.SIGKILL, at=lambda number: number % SAMPLES == SAMPLES // 2)
     config = config_of(tmp_path, model, "run")
     with pytest.raises(RoleLostError, match=r"(?s)engine: .*ended with code.*3 times already") as caught:
         run_task_here("rl_text", config)
-    assert ending_of(caught.value).code == 8 and found.hit == 4
+    assert ending_of(caught.value).code == 8 and in_the_middle.hit == 4
     assert (tmp_path / "run/checkpoints/global_step_0/manifest.json").is_file()
     assert left_over() == []
 

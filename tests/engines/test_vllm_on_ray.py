@@ -93,13 +93,13 @@ class EngineRun(RoleRun):
 
     def alive(self) -> list[psutil.Process]:
         """Those of all that were seen which still run."""
-        return [each for each in self.seen.values() if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]
+        return [value for value in self.seen.values() if value.is_running() and value.status() != psutil.STATUS_ZOMBIE]
 
     def owners(self) -> list[psutil.Process]:
         """The owners of the engines that run now, the older first."""
         self.note()
         owners = [each for each in self.alive() if any("owner_process" in word for word in command_of(each))]
-        return sorted((each for each in owners if each.children()), key=psutil.Process.create_time)
+        return sorted((owner for owner in owners if owner.children()), key=psutil.Process.create_time)
 
     def wait_until(self, what: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LIMIT_S
@@ -131,8 +131,8 @@ def command_of(process: psutil.Process) -> list[str]:
 
 def is_drawing(owner: psutil.Process) -> bool:
     """Whether an engine works: its core uses a processor now."""
-    cores = [each for each in owner.children(recursive=True) if "EngineCore" in " ".join(command_of(each))]
-    return any(each.cpu_percent(0.1) > 20 for each in cores)
+    cores = [child for child in owner.children(recursive=True) if "EngineCore" in " ".join(command_of(child))]
+    return any(core.cpu_percent(0.1) > 20 for core in cores)
 
 
 @pytest.fixture(scope="module")
@@ -152,8 +152,8 @@ def undisturbed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def applied_versions(folder: Path, rank: int) -> list[int]:
     """The versions of the weights that a rank of the sampler received and applied, by the timeline."""
     lines = read_jsonl(folder / "timeline.jsonl")
-    of_rank = [each for each in lines if (each["role"], each["rank"], each["kind"]) == ("sampler", rank, "sync")]
-    return sorted({each["version"] for each in of_rank if "version" in each})
+    of_rank = [line for line in lines if (line["role"], line["rank"], line["kind"]) == ("sampler", rank, "sync")]
+    return sorted({entry["version"] for entry in of_rank if "version" in entry})
 
 
 def test_two_engines_on_ray_are_sent_four_updates_as_tensors(undisturbed: Path) -> None:
@@ -167,7 +167,7 @@ def test_two_engines_on_ray_are_sent_four_updates_as_tensors(undisturbed: Path) 
 def assert_same_tokens(folder: Path, undisturbed: Path) -> None:
     for step in range(1, STEPS + 1):
         assert drawn_in(folder, step) == drawn_in(undisturbed, step), f"iteration {step}"
-    ours, theirs = (read_jsonl(each / "metrics.jsonl") for each in (folder, undisturbed))
+    ours, theirs = (read_jsonl(path / "metrics.jsonl") for path in (folder, undisturbed))
     for line, expected in zip(ours, theirs, strict=True):  # batches of other sizes round otherwise
         assert line == pytest.approx(expected, rel=1e-3, abs=1e-4)
 

@@ -61,7 +61,7 @@ PROMPTS = [[5 + number, 6, 7 * number + 3, 9] for number in range(8)]
 
 
 def settings(**changes):
-    given = VllmSettings(
+    vllm_settings = VllmSettings(
         program=vllm_program(),
         arguments=("--enforce-eager",),
         environment=CPU_ENVIRONMENT,
@@ -70,7 +70,7 @@ def settings(**changes):
         timeout_s=120,
         max_requests=16,
     )
-    return replace(given, **changes)
+    return replace(vllm_settings, **changes)
 
 
 @pytest.fixture(scope="module")
@@ -88,23 +88,23 @@ def engine(model, tmp_path_factory):
 
 def drawn(engine, requests, sampling=Sampling()):  # noqa: B008
     async def all_of_them():
-        return await asyncio.gather(*(engine.generate(each, sampling) for each in requests))
+        return await asyncio.gather(*(engine.generate(request, sampling) for request in requests))
 
     return asyncio.run(all_of_them())
 
 
 def requests_of(count, max_new_tokens=48):
-    return [GenerationRequest(PROMPTS[each % 8], 1000 + each, max_new_tokens) for each in range(count)]
+    return [GenerationRequest(PROMPTS[index % 8], 1000 + index, max_new_tokens) for index in range(count)]
 
 
 def differences(requests, completions, module, temperature):
     """Between the log-probs of what was drawn and those of the training forward."""
-    found = []
+    actual = []
     for request, completion in zip(requests, completions, strict=True):
         tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
         expected = log_probs(module, tokens, temperature)[0, len(request.prompt_ids) - 1 :]
-        found.append((torch.tensor(completion.log_probs) - expected).abs())
-    return torch.cat(found)
+        actual.append((torch.tensor(completion.log_probs) - expected).abs())
+    return torch.cat(actual)
 
 
 def begin(engine, requests):
@@ -113,7 +113,7 @@ def begin(engine, requests):
     loop = asyncio.new_event_loop()
 
     async def all_of_them():
-        waiting = (engine.generate(each, Sampling()) for each in requests)
+        waiting = (engine.generate(request, Sampling()) for request in requests)
         return await asyncio.gather(*waiting, return_exceptions=True)
 
     future = ThreadPoolExecutor(1).submit(loop.run_until_complete, all_of_them())
@@ -141,14 +141,14 @@ def test_log_probs_are_those_of_the_training_forward_before_and_after_updates(en
         for temperature in (1.0, 0.7):
             requests = requests_of(8)
             completions = drawn(engine, requests, Sampling(temperature=temperature))
-            found = differences(requests, completions, moved(version), temperature)
+            result = differences(requests, completions, moved(version), temperature)
             print(
-                f"version {version}, temperature {temperature}: {len(found)} tokens, largest {found.max():.2g}, "
-                f"mean {found.mean():.2g} nats"
+                f"version {version}, temperature {temperature}: {len(result)} tokens, largest {result.max():.2g}, "
+                f"mean {result.mean():.2g} nats"
             )
-            assert len(found) > 300 and found.max() < BOUND
+            assert len(result) > 300 and result.max() < BOUND
             assert differences(requests, completions, moved(version + 1), temperature).max() > 0.1, "versions differ"
-            assert {each for completion in completions for each in completion.versions} == {version}
+            assert {version for completion in completions for version in completion.versions} == {version}
         rescored = engine.rescore(TOKENS)
         assert (rescored - log_probs(moved(version), TOKENS)).abs().max() < BOUND
     assert len(list(engine.files.folder.iterdir())) == 2, "versions before the last are removed"
@@ -166,8 +166,8 @@ def test_a_completion_depends_on_its_seed_and_prompt_alone(engine):
         abs(x - y) for a, b in zip(together, others, strict=True) for x, y in zip(a.log_probs, b.log_probs, strict=True)
     )
     print(f"{sum(same)} of {len(same)} completions alike in another batch, log-probs within {worst:.2g}")
-    assert all(same) and [each.token_ids for each in alone] == [each.token_ids for each in together[:6]]
-    assert len({tuple(each.token_ids) for each in together}) == len(requests), "other seeds draw other tokens"
+    assert all(same) and [sequence.token_ids for sequence in alone] == [sequence.token_ids for sequence in together[:6]]
+    assert len({tuple(sequence.token_ids) for sequence in together}) == len(requests), "other seeds draw other tokens"
 
 
 def test_a_completion_ends_at_a_given_token_alone(engine):
@@ -233,9 +233,9 @@ def test_what_is_kept_goes_on_as_if_nothing_had_been(engine):
     time.sleep(0.5)
     assert tokens_drawn(engine) == paused and not waiting.done(), "nothing is drawn while it pauses"
     engine.resume()
-    found = waiting.result()
-    assert [each.token_ids for each in found] == [each.token_ids for each in expected]
-    assert {each.finish_reason for each in found} == {"length"}
+    actual = waiting.result()
+    assert [sequence.token_ids for sequence in actual] == [sequence.token_ids for sequence in expected]
+    assert {output.finish_reason for output in actual} == {"length"}
 
 
 def test_what_is_aborted_keeps_what_was_drawn(engine):
@@ -244,21 +244,21 @@ def test_what_is_aborted_keeps_what_was_drawn(engine):
     engine.pause("abort")
     aborted = waiting.result(timeout=60)
     engine.resume()
-    assert {each.finish_reason for each in aborted} == {"abort"}
-    assert sum(bool(each.token_ids) for each in aborted) == 16, "others had not begun"
+    assert {output.finish_reason for output in aborted} == {"abort"}
+    assert sum(bool(sequence.token_ids) for sequence in aborted) == 16, "others had not begun"
     whole = drawn(engine, requests[:16])
-    begun = [each for each in aborted if each.token_ids]
-    assert [each.token_ids for each in begun] == [
-        full.token_ids[: len(each.token_ids)] for each, full in zip(begun, whole, strict=True)
+    begun = [sequence for sequence in aborted if sequence.token_ids]
+    assert [sequence.token_ids for sequence in begun] == [
+        full.token_ids[: len(sequence.token_ids)] for sequence, full in zip(begun, whole, strict=True)
     ]
     rest = [
         replace(
             request,
-            prompt_ids=[*request.prompt_ids, *each.token_ids],
-            first_position=len(each.token_ids),
+            prompt_ids=[*request.prompt_ids, *sequence.token_ids],
+            first_position=len(sequence.token_ids),
             max_new_tokens=9,
         )
-        for request, each in zip(requests, begun, strict=False)
+        for request, sequence in zip(requests, begun, strict=False)
     ]
     assert drawn(engine, rest) == drawn(engine, list(reversed(rest)))[::-1], "what goes on has noise of its own"
 
@@ -273,10 +273,10 @@ def test_new_weights_in_the_middle_of_completions(engine):
         old, new = completion.versions.count(7), completion.versions.count(8)
         assert old > 0 and new > 0 and completion.versions == [7] * old + [8] * new
         tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-        found, given = torch.tensor(completion.log_probs), len(request.prompt_ids)
+        actual, given = torch.tensor(completion.log_probs), len(request.prompt_ids)
         for version, part in ((7, slice(0, old)), (8, slice(old, None))):
             expected = log_probs(moved(version), tokens)[0, given - 1 :]
-            assert (found - expected)[part].abs().max() < BOUND, "keys and values of earlier weights are not used"
+            assert (actual - expected)[part].abs().max() < BOUND, "keys and values of earlier weights are not used"
     sync.close()
 
 
@@ -292,7 +292,9 @@ def test_an_update_that_fails_leaves_nothing_to_the_next(engine, monkeypatch):
     monkeypatch.setattr("sfumato.rollout.engines.served.weight_files.FILE_BYTES", 20_000)  # several files a layer
 
     def written(version):
-        return engine.files.write(((name, each.detach()) for name, each in moved(version).named_parameters()), version)
+        return engine.files.write(
+            ((name, parameter.detach()) for name, parameter in moved(version).named_parameters()), version
+        )
 
     folder = written(20)
     with pytest.raises(WeightSyncError, match="version 21 of the weights was not loaded by the vLLM server"):
@@ -338,7 +340,7 @@ def test_a_server_that_is_killed_is_noticed_and_started_again_with_its_weights(e
     for process in server_processes(engine):
         process.kill()
     results = waiting.result(timeout=60)
-    assert all(isinstance(each, EngineError) for each in results)
+    assert all(isinstance(result, EngineError) for result in results)
     assert "ended with code" in str(results[0]) and "the last lines of" in str(results[0])
     with pytest.raises(EngineError, match="ended with code"):
         engine.health()
@@ -375,14 +377,14 @@ def test_one_that_runs_is_used_if_it_is_the_right_one(engine, model, tmp_path, m
     other = write_model(tmp_path / "other", seed=5)
     with pytest.raises(ConfigError, match=rf"has the model {model}, the run {other}"):
         of_the_url.build(*parts(other, tmp_path))
-    found = of_the_url.build(*parts(model, tmp_path))
-    assert drawn(found, requests_of(2)) == drawn(engine, requests_of(2))
+    result = of_the_url.build(*parts(model, tmp_path))
+    assert drawn(result, requests_of(2)) == drawn(engine, requests_of(2))
     with pytest.raises(ConfigError, match="was not started by this run"):
-        found.restart()
-    found.close()
+        result.restart()
+    result.close()
     engine.health()
     with pytest.raises(EngineError, match="is closed"):
-        found.health()
+        result.health()
 
 
 def test_adapters_alone_are_sent_where_only_they_are_trained(model, tmp_path):
@@ -396,9 +398,9 @@ def test_adapters_alone_are_sent_where_only_they_are_trained(model, tmp_path):
             report = sync.publish(version)
             assert report.num_bytes < 50_000, "not the model"
             completions = drawn(engine, requests_of(8))
-            found = differences(requests_of(8), completions, adapted_model(version), 1.0)
-            print(f"adapters of version {version}: largest {found.max():.2g}, mean {found.mean():.2g} nats")
-            assert found.max() < BOUND and completions[0].versions[0] == version
+            actual = differences(requests_of(8), completions, adapted_model(version), 1.0)
+            print(f"adapters of version {version}: largest {actual.max():.2g}, mean {actual.mean():.2g} nats")
+            assert actual.max() < BOUND and completions[0].versions[0] == version
             assert differences(requests_of(8), completions, make_model(), 1.0).max() > 0.1
         expected = drawn(engine, requests_of(2))
         engine.restart()
@@ -443,7 +445,7 @@ print("pids", *(each.pid for each in server_processes(engine)), flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env=os.environ)
-    pids = [int(each) for each in done.stdout.split("pids")[1].split()]
+    pids = [int(word) for word in done.stdout.split("pids")[1].split()]
     deadline = time.monotonic() + 60
     while any(psutil.pid_exists(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are left"

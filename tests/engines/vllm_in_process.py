@@ -26,7 +26,7 @@ BOUND = 3e-5
 
 
 def requests_of(count: int, length: int = 48) -> list[GenerationRequest]:
-    return [GenerationRequest([5 + each, 6, 9], 77 + each, length) for each in range(count)]
+    return [GenerationRequest([5 + index, 6, 9], 77 + index, length) for index in range(count)]
 
 
 def processes_of_vllm() -> list[psutil.Process]:
@@ -62,7 +62,7 @@ def main(folder: Path) -> None:
 
 
 def check_log_probs(engine, version, temperature):
-    found = []
+    actual = []
     requests = requests_of(8)
     for request, completion in zip(
         requests, complete(engine, requests, Sampling(temperature=temperature)), strict=True
@@ -70,8 +70,8 @@ def check_log_probs(engine, version, temperature):
         assert completion.versions == [version] * 48
         tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
         expected = log_probs(moved(version), tokens, temperature)[0, 2:]
-        found.append((torch.tensor(completion.log_probs) - expected).abs())
-    differences = torch.cat(found)
+        actual.append((torch.tensor(completion.log_probs) - expected).abs())
+    differences = torch.cat(actual)
     print(
         f"in process, version {version}, temperature {temperature}: {len(differences)} tokens, largest "
         f"{differences.max():.2g}, mean {differences.mean():.2g} nats"
@@ -98,7 +98,7 @@ def check_updates_and_aborts(engine, sync):
     engine.pause("abort")
     aborted = waiting.result(timeout=60)
     engine.resume()
-    assert {each.finish_reason for each in aborted} == {"abort"}
+    assert {output.finish_reason for output in aborted} == {"abort"}
     (again,) = complete(engine, requests_of(1, 60), Sampling())
     assert again.token_ids[: len(aborted[0].token_ids)] == aborted[0].token_ids[:60]
 

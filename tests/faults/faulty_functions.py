@@ -145,7 +145,7 @@ async def block_the_loop(sample) -> float:
 
 
 def wrong_number(samples) -> list[float]:
-    return [1.0] * (len(samples) + any(each.prompt == "bad" for each in samples))
+    return [1.0] * (len(samples) + any(sample.prompt == "bad" for sample in samples))
 
 
 def needs_a_package(sample) -> float:

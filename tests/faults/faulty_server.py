@@ -55,7 +55,9 @@ class Handler(BaseHTTPRequestHandler):
             SEEN[name] += 1
             seen = SEEN[name]
         self.samples = msgpack.unpackb(body)["samples"]
-        self.right = [float(np.asarray(Image.open(io.BytesIO(each["image"]))).mean()) / 255 for each in self.samples]
+        self.right = [
+            float(np.asarray(Image.open(io.BytesIO(sample["image"]))).mean()) / 255 for sample in self.samples
+        ]
         fault, _, times = name.partition("-")
         if times and seen > int(times):
             self.scores(self.right)

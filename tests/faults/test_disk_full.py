@@ -97,7 +97,7 @@ def test_the_last_save_must_succeed(tmp_path, monkeypatch, error, save_async):
     checkpointer.after_step(state)  # what follows may fit
     with pytest.raises(CheckpointError, match=r"step 10 could not be written.*No space left on device.*of step 1$"):
         checkpointer.run.finish()
-    assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]
+    assert [path.name for path in checkpointer.root.iterdir()] == ["global_step_1"]
     verify_checkpoint(checkpointer.root / "global_step_1")
 
 
@@ -156,10 +156,10 @@ def test_a_disk_that_is_really_full(small_disk, save_async):
     checkpointer.after_step(state)
     checkpointer._settle()
     assert "checkpoint of step 2 could not be written" in (small_disk / "run" / "log.txt").read_text(encoding="utf-8")
-    assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]
+    assert [path.name for path in checkpointer.root.iterdir()] == ["global_step_1"]
     verify_checkpoint(checkpointer.root / "global_step_1")
     state.step = TOTAL_STEPS
     checkpointer.after_step(state)
     with pytest.raises(CheckpointError, match="No space left on device"):
         checkpointer.run.finish()
-    assert [each.name for each in checkpointer.root.iterdir()] == ["global_step_1"]
+    assert [path.name for path in checkpointer.root.iterdir()] == ["global_step_1"]

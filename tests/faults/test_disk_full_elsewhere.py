@@ -53,7 +53,7 @@ def test_lines_wait_until_there_is_room_and_none_is_torn(small_disk):
     empty(small_disk)
     lines.write({"step": 4})
     assert said[-1] == ("a.jsonl", None)
-    assert [each["step"] for each in read_jsonl(small_disk / "a.jsonl")] == [1, 2, 3, 4]
+    assert [entry["step"] for entry in read_jsonl(small_disk / "a.jsonl")] == [1, 2, 3, 4]
     lines.close()
 
 
@@ -84,7 +84,7 @@ def test_whatever_the_reason_no_line_is_torn(tmp_path, number):
     assert (tmp_path / "a.jsonl").read_bytes() == b'{"step": 1}\n'
     lines._file = file
     lines.close()
-    assert [each["step"] for each in read_jsonl(tmp_path / "a.jsonl")] == [1, 2, 3]
+    assert [entry["step"] for entry in read_jsonl(tmp_path / "a.jsonl")] == [1, 2, 3]
 
 
 @pytest.mark.parametrize("small_disk", ["16m"], indirect=True)
@@ -111,10 +111,10 @@ def test_a_run_on_a_disk_that_is_full_for_a_while(small_disk, tmp_path):
     }
     output_dir = run_task_here(task, merge(config, changes))
     assert (output_dir / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert [each["step"] for each in read_jsonl(output_dir / "timings.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert [entry["step"] for entry in read_jsonl(output_dir / "timings.jsonl")] == [1, 2, 3, 4, 5, 6]
     assert weights_in(output_dir / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
     assert list(list_checkpoints(output_dir / "checkpoints")) == [6]
-    assert {each.name for each in (output_dir / "samples").iterdir()} == {f"step_{step:06d}" for step in (1, 2, 5, 6)}
+    assert {path.name for path in (output_dir / "samples").iterdir()} == {f"step_{step:06d}" for step in (1, 2, 5, 6)}
     said = (output_dir / "log.txt").read_text(encoding="utf-8").splitlines()
     assert any("samples can be written again" in line for line in said)
     assert not [path for path in output_dir.rglob("*") if ".tmp" in path.name or ".being" in path.name]
@@ -138,7 +138,7 @@ def test_each_file_is_named_once(small_disk, capsys):
         run.finish()
     empty(small_disk)
     run.finish()
-    assert [each["step"] for each in read_jsonl(small_disk / "run/metrics.jsonl")] == list(range(1, 60))
+    assert [entry["step"] for entry in read_jsonl(small_disk / "run/metrics.jsonl")] == list(range(1, 60))
 
 
 def test_an_export_that_fits_is_made_though_the_last_checkpoint_does_not(tmp_path, monkeypatch):

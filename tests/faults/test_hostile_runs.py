@@ -24,7 +24,7 @@ ELSEWHERE = ("output_dir=/", "cache_dir=/", "output_dir=..", "cache_dir=..")
 
 def accepted(task: str, path: Path) -> list[list[str]]:
     """Overrides from the table that the schema accepts, in an order of chance that is always the same."""
-    found = []
+    results = []
     for arguments in hostile_arguments(schema_of(task), every=7):
         if arguments[-1].endswith(ELSEWHERE):
             continue
@@ -32,9 +32,9 @@ def accepted(task: str, path: Path) -> list[list[str]]:
             parse_config(schema_of(task), [str(path), *arguments])
         except ConfigError:
             continue
-        found.append(arguments)
-    random.Random(0).shuffle(found)
-    return found
+        results.append(arguments)
+    random.Random(0).shuffle(results)
+    return results
 
 
 @pytest.mark.slow

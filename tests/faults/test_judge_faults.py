@@ -68,7 +68,7 @@ def test_what_is_no_judgement_is_no_value(server, fault, cls, reason, num_reques
     before = requests_to(server, fault)
     scores = Scorer([reward]).score(samples)
     assert np.isnan(scores.total).all()
-    assert all(reason.replace("URL", server.url) in each for each in scores.failures), scores.failures
+    assert all(reason.replace("URL", server.url) in failure for failure in scores.failures), scores.failures
     assert len(scores.failures) == 1 and scores.failures[0].endswith("(2 of 2 samples)")
     expected = num_requests * len(samples) if cls is not PairwisePreference else 2
     assert requests_to(server, fault) - before == expected
@@ -87,7 +87,7 @@ def test_a_judge_that_recovers_gives_what_an_undisturbed_one_gives(server, fault
 
 def test_values_that_arrived_are_kept_beside_failures(server):
     values, reasons = score_with(judge(UnifiedReward, "sometimes", server), greys(255, 0, 200))
-    assert np.isnan(values).tolist() == [False, True, False] and [bool(each) for each in reasons] == [
+    assert np.isnan(values).tolist() == [False, True, False] and [bool(reason) for reason in reasons] == [
         False,
         True,
         False,

@@ -210,8 +210,8 @@ def kill_again_and_again(case: str, config_path: str, undisturbed: str) -> None:
         if not root.is_dir():
             continue
         in_save += bool(list(root.glob("*.tmp")))
-        found = newest_intact(list_checkpoints(root), complain)
-        step = 0 if found is None else found[0]
+        actual = newest_intact(list_checkpoints(root), complain)
+        step = 0 if actual is None else actual[0]
         assert step >= newest, f"from step {newest} back to {step}"
         newest = step
         lines = read_jsonl(output_dir / "metrics.jsonl") if (output_dir / "metrics.jsonl").exists() else []
@@ -230,7 +230,7 @@ def assert_same(left: Path, right: Path, steps: int) -> None:
     """Metrics, exported weights and the last checkpoint are equal byte by byte."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
-    last = [list_checkpoints(each / "checkpoints")[steps] for each in (left, right)]
+    last = [list_checkpoints(path / "checkpoints")[steps] for path in (left, right)]
     assert tensors_in(last[0]) == tensors_in(last[1])
     assert values_in(last[0]) == values_in(last[1])
     assert not list((left / "checkpoints").glob("*.tmp"))

@@ -49,23 +49,23 @@ def test_a_checkpoint_survives_sigkill_at_any_time(tmp_path):
         begun = max((int(step) for what, step in events if what == "begin"), default=last)
         written = max((int(step) for what, step in events if what == "written"), default=last)
         assert begun - written in (0, 1)
-        found = newest_intact(list_checkpoints(root), pytest.fail)  # no finished checkpoint is ever damaged
+        result = newest_intact(list_checkpoints(root), pytest.fail)  # no finished checkpoint is ever damaged
         for folder in list_checkpoints(root).values():
             verify_checkpoint(folder)
-        if found is None:
+        if result is None:
             assert written == 0
             continue
-        last = found[0]
+        last = result[0]
         assert written <= last <= begun
-        assert (found[1] / "ema").read_bytes() == last.to_bytes(4, "big") * (1 << 18)
-        leftovers += any(each.suffix == ".tmp" for each in root.iterdir())
+        assert (result[1] / "ema").read_bytes() == last.to_bytes(4, "big") * (1 << 18)
+        leftovers += any(path.suffix == ".tmp" for path in root.iterdir())
         kills_during_save += begun > written
     assert last > TRIALS // 5, "the writer came to nothing"
     assert kills_during_save >= 3, "the kills missed the saves, so this test shows nothing"
     assert leftovers >= 3
 
     prune_checkpoints(root, 1, last)
-    assert [each.name for each in root.iterdir()] == [f"global_step_{last}"]
+    assert [path.name for path in root.iterdir()] == [f"global_step_{last}"]
 
 
 def start(root: Path, log: Path, step: int) -> subprocess.Popen:

@@ -48,7 +48,7 @@ NAN, INF = math.nan, math.inf
 def spoil(path: Path, value: float) -> str:
     """Puts one value into the last tensor of a file; returns the tensor's name."""
     tensors = load_file(path)
-    name = sorted(name for name, each in tensors.items() if each.is_floating_point())[-1]
+    name = sorted(name for name, tensor in tensors.items() if tensor.is_floating_point())[-1]
     tensors[name].view(-1)[-1] = value
     save_file(tensors, path, {"format": "pt"})
     return name
@@ -92,9 +92,9 @@ def test_a_language_model_and_a_network_of_a_reward_are_looked_at(tmp_path: Path
     built = build_language_model(config.model, config.train)
     built.module.save_pretrained(tmp_path / "model")
     name = spoil(tmp_path / "model" / "model.safetensors", INF)
-    given = {"config_path": None, "model_path": str(tmp_path / "model")}
+    settings = {"config_path": None, "model_path": str(tmp_path / "model")}
     with pytest.raises(ConfigError, match=rf"model\.safetensors.*{name}"):
-        build_language_model(config.model.model_copy(update=given), config.train)
+        build_language_model(config.model.model_copy(update=settings), config.train)
     head = nn.Linear(2, 1)
     tensors = {"weight": torch.tensor([[1.0, NAN]]), "bias": torch.zeros(1)}
     with pytest.raises(ConfigError, match="weight"):
@@ -230,7 +230,7 @@ def test_latents_that_are_not_finite_are_left_out_of_the_update(
         embed(self, keys, embedded)
         for key in keys:
             if '"A' in key[0] or '"B' in key[0]:
-                self._prompts[key] = {name: torch.full_like(each, NAN) for name, each in self._prompts[key].items()}
+                self._prompts[key] = {name: torch.full_like(value, NAN) for name, value in self._prompts[key].items()}
 
     monkeypatch.setattr(FrozenParts, "_keep", keep)
     make = tiny_rl_config if kind == "trajectory" else final_sample_config
@@ -300,7 +300,9 @@ def test_a_row_that_encodes_to_nan_is_a_bad_row(
     batch = encoder(len(bad)).batch(IndexBatch(indices, [10 + index for index in indices]))
     assert batch.sample_ids == [10 + index for index in indices if index not in bad]
     assert batch.num_images == len(batch.latents) == len(batch.conditioning) == len(indices) - len(bad)
-    assert batch.latents.isfinite().all() and all(each.isfinite().all() for each in batch.conditioning.tensors.values())
+    assert batch.latents.isfinite().all() and all(
+        tensor.isfinite().all() for tensor in batch.conditioning.tensors.values()
+    )
     assert any(data.describe(2) in line and "NaN or infinite" in line for line in said)
     alone = encoder(len(bad)).batch(IndexBatch([2], [5]))
     assert alone.num_images == 0 and alone.sample_ids == [5] and alone.latents.isfinite().all()

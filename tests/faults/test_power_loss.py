@@ -43,10 +43,10 @@ def save(root: Path, step: int) -> None:
 def resumed_step(files: dict[str, bytes], folder: Path) -> int | None:
     """The step that a run goes on from; its checkpoint is whole."""
     root = write_out(files, folder) / "run" / "checkpoints"
-    found = newest_intact(list_checkpoints(root), lambda text: None)
-    if found is None:
+    result = newest_intact(list_checkpoints(root), lambda text: None)
+    if result is None:
         return None
-    step, checkpoint = found
+    step, checkpoint = result
     assert (checkpoint / "weights").read_bytes() == bytes([step]) * 5000
     assert json.loads((checkpoint / "part" / "state.json").read_text(encoding="utf-8")) == {"step": step}
     return step
@@ -63,8 +63,8 @@ def test_a_checkpoint_whose_save_has_returned_survives_and_the_one_before_it_unt
             for left in moments:
                 for outcome in OUTCOMES:
                     number += 1
-                    found = resumed_step(left[outcome], tmp_path / str(number))
-                    assert found == step or (left is not moments[-1] and found == (step - 1 or None)), (step, outcome)
+                    result = resumed_step(left[outcome], tmp_path / str(number))
+                    assert result == step or (left is not moments[-1] and result == (step - 1 or None)), (step, outcome)
             assert len(moments) > 5
             moments.clear()
 
@@ -80,8 +80,8 @@ def test_a_damaged_checkpoint_that_is_made_again_never_takes_a_whole_one_with_it
         save(root, 2)
     for number, left in enumerate([*moments, disk.left()]):
         for outcome in OUTCOMES:
-            found = resumed_step(left[outcome], tmp_path / f"{number} {outcome}")
-            assert found == 2 or (number < len(moments) and found == 1)
+            result = resumed_step(left[outcome], tmp_path / f"{number} {outcome}")
+            assert result == 2 or (number < len(moments) and result == 1)
 
 
 def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(disk, tmp_path):
@@ -119,8 +119,8 @@ def test_a_checkpoint_of_a_run_never_outlives_the_metrics_of_its_steps(disk, tmp
     for number, left in enumerate([*moments, disk.left()]):
         for outcome in OUTCOMES:
             folder = write_out(left[outcome], tmp_path / "left" / f"{number} {outcome}") / "run"
-            found = newest_intact(list_checkpoints(folder / "checkpoints"), lambda text: None)
-            step = found[0] if found else 0
+            result = newest_intact(list_checkpoints(folder / "checkpoints"), lambda text: None)
+            step = result[0] if result else 0
             newest.add(step)
             logged = [record["step"] for record in read_jsonl(folder / "metrics.jsonl") if record["step"] > 0]
             assert logged[:step] == list(range(1, step + 1)), f"after {number} calls, {outcome}"

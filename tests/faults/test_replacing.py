@@ -67,7 +67,7 @@ def test_the_kernel_exchanges_two_folders_in_one_call(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "replace", lambda *names: renamed.append(names))
     replace_folder(tmp_path / "out", fill("second"))
     assert content(tmp_path / "out") == "second" and not renamed
-    assert {each.name for each in tmp_path.iterdir()} == {"left", "right", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == {"left", "right", "out"}
 
 
 @pytest.mark.parametrize("number", [1, 2])
@@ -83,7 +83,7 @@ def test_what_a_kill_between_two_renames_left_is_put_back(tmp_path, monkeypatch,
     restore_folder(folder)
     replace_folder(folder, fill("third"))
     assert content(folder) == "third"
-    assert [each.name for each in tmp_path.iterdir()] == ["hf_ckpt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf_ckpt"]
 
 
 def test_a_kill_after_both_renames_leaves_nothing_in_the_way(tmp_path, monkeypatch, kernel_that_cannot):
@@ -95,7 +95,7 @@ def test_a_kill_after_both_renames_leaves_nothing_in_the_way(tmp_path, monkeypat
         assert in_child(lambda: replace_folder(folder, fill("second"))) == KILLED
     assert len(list(tmp_path.iterdir())) == 2
     restore_folder(folder)
-    assert content(folder) == "second" and [each.name for each in tmp_path.iterdir()] == ["hf_ckpt"]
+    assert content(folder) == "second" and [path.name for path in tmp_path.iterdir()] == ["hf_ckpt"]
 
 
 def test_an_export_that_fails_leaves_the_one_before_and_no_remains(tmp_path):
@@ -108,7 +108,7 @@ def test_an_export_that_fails_leaves_the_one_before_and_no_remains(tmp_path):
 
     with pytest.raises(OSError, match="No space left"):
         replace_folder(folder, fail)
-    assert content(folder) == "first" and [each.name for each in tmp_path.iterdir()] == ["hf_ckpt"]
+    assert content(folder) == "first" and [path.name for path in tmp_path.iterdir()] == ["hf_ckpt"]
 
 
 def test_folders_of_somebody_else_with_like_names_are_left_alone(tmp_path):
@@ -117,7 +117,7 @@ def test_folders_of_somebody_else_with_like_names_are_left_alone(tmp_path):
         fill(name)(tmp_path / name)
     for text in ("first", "second"):
         replace_folder(tmp_path / "out", fill(text))
-    assert {each.name: content(each) for each in tmp_path.iterdir()} == {
+    assert {path.name: content(path) for path in tmp_path.iterdir()} == {
         "out": "second",
         "out.old": "out.old",
         "out.tmp": "out.tmp",

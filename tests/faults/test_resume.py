@@ -84,13 +84,13 @@ def assert_same_run(left: Path, right: Path) -> None:
     """Metrics, exported weights, the last checkpoint and the samples are equal byte by byte."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
-    last_left, last_right = (list(list_checkpoints(each / "checkpoints").items())[-1] for each in (left, right))
+    last_left, last_right = (list(list_checkpoints(path / "checkpoints").items())[-1] for path in (left, right))
     assert last_left[0] == last_right[0] == STEPS
     assert tensors_in(last_left[1]) == tensors_in(last_right[1])
     assert values_in(last_left[1]) == values_in(last_right[1])
     samples = [
-        {str(path.relative_to(each)): path.read_bytes() for path in (each / "samples").rglob("*") if path.is_file()}
-        for each in (left, right)
+        {str(path.relative_to(folder)): path.read_bytes() for path in (folder / "samples").rglob("*") if path.is_file()}
+        for folder in (left, right)
     ]
     assert samples[0] == samples[1] != {}
 
@@ -103,8 +103,8 @@ def values_in(checkpoint: Path) -> dict[str, Any]:
 def tensors_in(checkpoint: Path) -> dict[str, tuple[str, list[int], bytes]]:
     """Every tensor of a checkpoint: dtype, shape and bytes."""
     stored = StoredCheckpoint(checkpoint)
-    found = stored.read_whole({key: key for key in stored.tensors})
-    return {key: (str(each.dtype), list(each.shape), each.numpy().tobytes()) for key, each in found.items()}
+    whole = stored.read_whole({key: key for key in stored.tensors})
+    return {key: (str(value.dtype), list(value.shape), value.numpy().tobytes()) for key, value in whole.items()}
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(runs, tmp_path):
@@ -226,7 +226,7 @@ SAMPLED = [
 def test_rl_with_other_policies_resumes_exactly(tmp_path, algorithm, policies):
     config = tiny_rl_config(tmp_path, model={"lora": {"rank": 4, "alpha": 8}}, train=TRAIN, eval={"every_steps": STEPS})
     kinds = resumed_exactly(tmp_path, {**config, "algorithm": algorithm})
-    assert {each for each in kinds if each.endswith("_policy")} == policies
+    assert {kind for kind in kinds if kind.endswith("_policy")} == policies
 
 
 def resumed_exactly(tmp_path, config):
@@ -290,7 +290,9 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(dit_runs, tmp_path, v
         losses = loss_of(model, batch, flow, seed, step)
         calls.append(step)
         if calls.count(7) == 2:  # the second micro-batch of step 8
-            before["model"] = {name: each.detach().clone() for name, each in model.denoiser.named_parameters()}
+            before["model"] = {
+                name: parameter.detach().clone() for name, parameter in model.denoiser.named_parameters()
+            }
             before["checkpoint"] = contents(tmp_path / "run" / "checkpoints")
             before["module"] = model.denoiser
             return losses * torch.tensor([1.0, value])
@@ -299,7 +301,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(dit_runs, tmp_path, v
     task.denoising_losses = poisoned
     with pytest.raises(NonFiniteError, match=r"step 8, rank 0, samples 30 to 31: the loss is"):
         run_task_here(task, config)
-    assert all(torch.equal(each, before["model"][name]) for name, each in before["module"].named_parameters())
+    assert all(torch.equal(parameter, before["model"][name]) for name, parameter in before["module"].named_parameters())
     assert contents(tmp_path / "run" / "checkpoints") == before["checkpoint"]
     assert max(list_checkpoints(tmp_path / "run" / "checkpoints")) == 6
 

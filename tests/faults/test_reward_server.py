@@ -16,7 +16,7 @@ from sfumato.rewards.scoring.scorer import Scorer
 from tests.reward_servers import noise_samples, remote_reward, start_faulty_server
 
 SAMPLES = noise_samples(4)
-RIGHT = [float(each.image.mean()) / 255 for each in SAMPLES]
+RIGHT = [float(sample.image.mean()) / 255 for sample in SAMPLES]
 
 
 @pytest.fixture(scope="module")
@@ -182,7 +182,7 @@ def test_the_other_server_takes_over_without_a_pause(faulty, monkeypatch):
         reward = remote_reward(f"{faulty.url}/{fault}", f"{faulty.url}/fine", name=fault, retry_for_s=10.0)
         samples = noise_samples(16)
         values = reward.score(samples)
-        assert values == [float(each.image.mean()) / 255 for each in samples]
+        assert values == [float(sample.image.mean()) / 255 for sample in samples]
         assert reward.caller().counters.total() >= 1
 
 

@@ -231,11 +231,11 @@ def test_a_run_that_asks_for_something_else_than_what_is_served_does_not_start(s
 
 
 def test_servers_with_different_settings_are_refused(modules, tmp_path):
-    servers = [start_server(tmp_path, [own("Slow", seconds=each)], modules=modules) for each in (0.0, 0.1)]
+    servers = [start_server(tmp_path, [own("Slow", seconds=value)], modules=modules) for value in (0.0, 0.1)]
     with pytest.raises(ConfigError, match=r"serve 'slow' with different settings"):
-        remote_reward(*(each.url for each in servers)).prepare()
-    for each in servers:
-        assert each.end(signal.SIGTERM)[0] == 0
+        remote_reward(*(server.url for server in servers)).prepare()
+    for server in servers:
+        assert server.end(signal.SIGTERM)[0] == 0
 
 
 def test_servers_with_different_files_are_refused(tmp_path):
@@ -243,12 +243,12 @@ def test_servers_with_different_files_are_refused(tmp_path):
     for factor in (1, 1, 2):
         path.write_text(f"def score(sample):\n    return {factor} * sample.image.mean()\n")
         servers.append(start_server(tmp_path, [{"type": "function", "path": f"{path}:score", "process": False}]))
-    urls = [each.url for each in servers]
+    urls = [server.url for server in servers]
     remote_reward(*urls[:2], timeout_s=50.0).prepare()
     with pytest.raises(ConfigError, match=r"serve 'score' with different settings"):
         remote_reward(*urls).prepare()
-    for each in servers:
-        assert each.end(signal.SIGTERM)[0] == 0
+    for server in servers:
+        assert server.end(signal.SIGTERM)[0] == 0
 
 
 def test_a_server_that_dies_and_comes_back_costs_no_sample(tmp_path):
@@ -346,7 +346,7 @@ def test_a_key_is_asked_for_and_never_shown(tmp_path, monkeypatch):
     monkeypatch.setenv("WRONG_KEY", "another-secret")
     server = start_server(tmp_path, [{"type": "brightness"}], token_env="REWARD_KEY")
     samples = noise_samples(2)
-    right = [each.image.mean() / 255 for each in samples]
+    right = [sample.image.mean() / 255 for sample in samples]
     assert remote_reward(server.url, api_key_env="REWARD_KEY").score(samples) == right
     for fields in ({}, {"api_key_env": "WRONG_KEY"}):
         with pytest.raises(ConfigError, match=r"HTTP status 401: the key is missing or wrong") as caught:

@@ -94,4 +94,4 @@ def test_pictures_of_a_run_are_those_that_were_sampled(tmp_path) -> None:
         assert [line.get(name) for line in ours] == [line.get(name) for line in theirs], name
     pictures = sorted(path.relative_to(plain) for path in plain.rglob("samples/*/*.png"))
     assert len(pictures) > 8
-    assert all((plain / each).read_bytes() == (spoiled / each).read_bytes() for each in pictures)
+    assert all((plain / picture).read_bytes() == (spoiled / picture).read_bytes() for picture in pictures)

@@ -33,9 +33,9 @@ def start(config: dict[str, Any], tmp_path: Path, *overrides: str, **options: An
 
 def newest(run: RoleRun) -> tuple[int, Path]:
     """The last checkpoint, which is whole."""
-    found = list_checkpoints(run.folder / "checkpoints")
-    verify_checkpoint(found[max(found)])
-    return max(found), found[max(found)]
+    checkpoints = list_checkpoints(run.folder / "checkpoints")
+    verify_checkpoint(checkpoints[max(checkpoints)])
+    return max(checkpoints), checkpoints[max(checkpoints)]
 
 
 @pytest.mark.slow
@@ -204,7 +204,7 @@ def test_generation_waits_while_the_store_is_full(tmp_path: Path) -> None:
     """Four iterations ahead would be 200 MB in a store of 100."""
     with start(large_config(tmp_path), tmp_path) as run:
         assert run.wait(400) == 0, run.output
-    assert [each["step"] for each in read_jsonl(run.folder / "metrics.jsonl")] == list(range(6))
+    assert [entry["step"] for entry in read_jsonl(run.folder / "metrics.jsonl")] == list(range(6))
     assert max(each.get("staleness/max", 0) for each in read_jsonl(run.folder / "metrics.jsonl")) <= 2
 
 

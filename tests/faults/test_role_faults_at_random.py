@@ -60,13 +60,13 @@ def kill_one(run: RoleRun, role: str, rng: random.Random) -> str:
     deadline = time.monotonic() + PATIENCE_S
     while True:
         said = run.output[size:]
-        found = re.search(rf"role {role}, rank {hit['rank']}: process {hit['pid']} .*", said)
-        if found and run.step > before and run.processes(role):
+        result = re.search(rf"role {role}, rank {hit['rank']}: process {hit['pid']} .*", said)
+        if result and run.step > before and run.processes(role):
             break
         assert run.driver.poll() is None, f"it has ended with {run.driver.returncode}:\n{run.output}"
         assert time.monotonic() < deadline, f"the kill of {hit} had no effect:\n{run.output}"
         time.sleep(0.05)
-    _, given, doing = found.group().partition("it had been given ")
+    _, given, doing = result.group().partition("it had been given ")
     return f"after step {before:3d}  {doing.partition(';')[0] if given else 'nothing to do'}"
 
 
@@ -121,6 +121,6 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
         assert len(lines) == TEXT_KILLS * STEPS_PER_KILL
         assert max(line["staleness/max"] for line in lines) <= MAX_STALENESS
     else:
-        plain = {key: each for key, each in config.items() if key != "runtime"}
+        plain = {key: value for key, value in config.items() if key != "runtime"}
         own = {"output_dir": str(tmp_path / "undisturbed"), "save_steps": 0}
         assert_same(run.folder, run_task_here("rl_text", merge(plain, {"train": own})))

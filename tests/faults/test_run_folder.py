@@ -217,7 +217,9 @@ def test_the_rest_may_change_and_the_run_stays_the_same_one(finished: Finished, 
     assert [line["step"] for line in read_jsonl(output_dir / "metrics.jsonl")][-1] == STEPS + 1
     environment = read_environment(output_dir)
     assert environment["run_id"] == run_id and environment["finished"]
-    assert {read_values(each)["run_id"] for each in list_checkpoints(output_dir / "checkpoints").values()} == {run_id}
+    assert {
+        read_values(checkpoint)["run_id"] for checkpoint in list_checkpoints(output_dir / "checkpoints").values()
+    } == {run_id}
     assert read_yaml(output_dir / "config.yaml")["train"]["lr"] == 5.0e-4
     assert not (output_dir / "run.lock").exists()
 
@@ -334,7 +336,7 @@ def test_a_checkpoint_of_another_run_begins_a_fork(crashed: tuple[dict[str, Any]
     said = (tmp_path / "fork/log.txt").read_text()
     assert "this one is a fork of it" in said and "metrics from step 3 on" in said
     assert [line["step"] for line in read_jsonl(tmp_path / "fork/metrics.jsonl")] == [3, 4]
-    ids = {read_values(each)["run_id"] for each in list_checkpoints(tmp_path / "fork/checkpoints").values()}
+    ids = {read_values(checkpoint)["run_id"] for checkpoint in list_checkpoints(tmp_path / "fork/checkpoints").values()}
     assert ids == {environment["run_id"]}
     run_task_here("train_dit", merge(fork, {"train": {"load_checkpoint_path": "auto", "max_steps": 5}}))
     again = read_environment(tmp_path / "fork")

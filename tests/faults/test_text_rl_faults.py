@@ -92,7 +92,7 @@ FAILURES = {
 
 
 @pytest.mark.parametrize(
-    "how", [pytest.param(each, marks=() if each == "raises" else pytest.mark.slow) for each in FAILURES]
+    "how", [pytest.param(failure, marks=() if failure == "raises" else pytest.mark.slow) for failure in FAILURES]
 )
 def test_a_reward_that_fails_for_all_ends_the_run_with_what_was_done_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
@@ -214,7 +214,7 @@ def test_an_engine_that_is_lost_in_the_middle_of_a_batch_is_started_anew(
     more = {"timeout_s": 20.0} if fault == "hangs" else {}
     folder = run_task_here("rl_text", served_config(tmp_path, model, "run", fault=f"{fault}:24", **more))
     assert (tmp_path / "happened").exists(), "in the second iteration"
-    assert not [each for each in psutil.Process().children(recursive=True) if "sglang" in " ".join(each.cmdline())]
+    assert not [child for child in psutil.Process().children(recursive=True) if "sglang" in " ".join(child.cmdline())]
     assert (folder / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
     assert weights_in(folder / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
 
@@ -236,7 +236,7 @@ def test_evaluations_are_drawn_by_the_server_and_change_nothing_else(
         )
         lines.append(read_jsonl(run_task_here("rl_text", config) / "metrics.jsonl"))
     often, seldom = ([{k: v for k, v in each.items() if "eval/" not in k} for each in some] for some in lines)
-    assert often == seldom and [each["staleness/max"] for each in often[1:]] == [0.0, 1.0, 1.0]
+    assert often == seldom and [entry["staleness/max"] for entry in often[1:]] == [0.0, 1.0, 1.0]
     assert lines[0][-1]["eval/reward/total"] == lines[1][-1]["eval/reward/total"]
     assert lines[0][0]["eval/reward/total"] == pytest.approx(values(here, "eval/reward/total")[0])
 
@@ -260,9 +260,13 @@ def test_answers_go_on_in_a_server_under_new_weights_also_in_one_that_was_lost(t
     first, *_ = values(runs[0], "mismatch/log_ratio_max")
     assert first < 1e-4, "one version of the weights drew it"
     versions = [
-        one.versions[one.drawn] for step in (2, 3) for (one,) in read_dump(dump_path(runs[0], step)).rollout.sequences
+        sequence.versions[sequence.drawn]
+        for step in (2, 3)
+        for (sequence,) in read_dump(dump_path(runs[0], step)).rollout.sequences
     ]
-    assert any(len(set(each)) > 1 for each in versions) and all((np.diff(each) >= 0).all() for each in versions)
+    assert any(len(set(version)) > 1 for version in versions) and all(
+        (np.diff(version) >= 0).all() for version in versions
+    )
 
 
 @pytest.mark.slow

@@ -36,12 +36,12 @@ def assert_same(left: Path, right: Path) -> None:
     """Metrics, exported weights and the last checkpoint are equal, and all is of one run."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
-    last = [list_checkpoints(each / "checkpoints") for each in (left, right)]
+    last = [list_checkpoints(path / "checkpoints") for path in (left, right)]
     newest = [each[max(each)] for each in last]
     assert tensors_in(newest[0]) == tensors_in(newest[1]) and values_in(newest[0]) == values_in(newest[1])
     environment = read_environment(left)
     assert environment["finished"]
-    assert {read_values(each)["run_id"] for each in last[0].values()} == {environment["run_id"]}
+    assert {read_values(value)["run_id"] for value in last[0].values()} == {environment["run_id"]}
     assert not list((left / "checkpoints").glob("*.tmp"))
     assert not (left / "run.lock").exists() and not list(left.parent.glob(f"{left.name}.*[0-9]"))
 
@@ -57,8 +57,8 @@ def test_of_two_runs_that_start_at_once_one_is_refused_by_name(tmp_path: Path) -
         )
         for _ in range(2)
     ]
-    errors = [each.communicate(timeout=240)[1] for each in both]
-    codes = [each.returncode for each in both]
+    errors = [process.communicate(timeout=240)[1] for process in both]
+    codes = [process.returncode for process in both]
     assert sorted(codes) == [0, 2], errors
     winner, loser = (both[codes.index(code)] for code in (0, 2))
     lines = [line for line in errors[codes.index(2)].splitlines() if line.startswith("error")]
@@ -67,7 +67,7 @@ def test_of_two_runs_that_start_at_once_one_is_refused_by_name(tmp_path: Path) -
     assert lines[0].startswith(refused) and "since 20" in lines[0] and "train.output_dir" in lines[0]
     assert str(loser.pid) not in lines[0]
     assert [line["step"] for line in read_jsonl(tmp_path / "run/metrics.jsonl")] == list(range(1, 301))
-    ids = {read_values(each)["run_id"] for each in list_checkpoints(tmp_path / "run/checkpoints").values()}
+    ids = {read_values(checkpoint)["run_id"] for checkpoint in list_checkpoints(tmp_path / "run/checkpoints").values()}
     assert ids == {read_environment(tmp_path / "run")["run_id"]}
     assert sorted(list_checkpoints(tmp_path / "run/checkpoints")) == [100, 200, 300]
     assert not (tmp_path / "run.1").exists() and not (tmp_path / "run/run.lock").exists()
@@ -97,7 +97,7 @@ def fork(config: dict[str, Any], log: Path) -> int:
 
 def kill_holder(lock: Path, children: list[int], delay_s: float) -> None:
     """Kills the one that is at work, some time after it began, if it has not ended by then."""
-    while not lock.exists() and any(os.waitid(os.P_PID, each, ENDED) is None for each in children):
+    while not lock.exists() and any(os.waitid(os.P_PID, child, ENDED) is None for child in children):
         time.sleep(0.01)
     time.sleep(delay_s)
     with contextlib.suppress(FileNotFoundError):
@@ -124,7 +124,7 @@ def meet_again_and_again(config_path: str, undisturbed: str) -> None:
         children = [first, second]
         if number % 2:
             kill_holder(output_dir / "run.lock", children, rng.uniform(0, usual / 2))
-        ends = [os.waitstatus_to_exitcode(os.waitpid(each, 0)[1]) for each in children]
+        ends = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
         said = log.read_text(encoding="utf-8")
         assert set(ends) <= {0, 2, -signal.SIGKILL}, (number, ends, said)
         assert said.count("is in use by another run (process ") == ends.count(2), (number, ends, said)

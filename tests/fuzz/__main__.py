@@ -195,14 +195,14 @@ def table(totals: dict[str, Totals], minutes: float) -> str:
         "| reader | inputs | read | errors | slowest | memory more |",
         "|---|---|---|---|---|---|",
     ]
-    for name, found in totals.items():
-        errors = ", ".join(f"{kind} {count:,}" for kind, count in found.kinds.most_common() if kind != "read")
+    for name, total in totals.items():
+        errors = ", ".join(f"{kind} {count:,}" for kind, count in total.kinds.most_common() if kind != "read")
         lines.append(
-            f"| {name} | {found.num_inputs:,} | {found.kinds['read']:,} | {errors} | {found.slowest_s:.1f} s | "
-            f"{found.most_bytes / 2**20:.0f} MiB |"
+            f"| {name} | {total.num_inputs:,} | {total.kinds['read']:,} | {errors} | {total.slowest_s:.1f} s | "
+            f"{total.most_bytes / 2**20:.0f} MiB |"
         )
-    for name, found in totals.items():
-        lines += [f"- {name}: {problem} ({file})" for problem, file in found.problems.items()]
+    for name, value in totals.items():
+        lines += [f"- {name}: {problem} ({file})" for problem, file in value.problems.items()]
     return "\n".join(lines)
 
 
@@ -236,7 +236,7 @@ def main() -> int:
             minutes = (time.monotonic() - began) / 60
             (arguments.out / "table.md").write_text(table(totals, minutes) + "\n")
         print(table(totals, minutes))
-    return int(any(found.problems for found in totals.values()))
+    return int(any(total.problems for total in totals.values()))
 
 
 if __name__ == "__main__":

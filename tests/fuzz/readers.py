@@ -162,9 +162,9 @@ def make_rows(folder: Path) -> list[Reader]:
         ".txt": [b"a\nb\r\nc", "ä\n".encode()],
         ".parquet": parquet,
         ".arrow": arrow,
-        ".jsonl.gz": [gzip.compress(each) for each in lines],
-        ".jsonl.bz2": [bz2.compress(each) for each in lines],
-        ".jsonl.xz": [lzma.compress(each) for each in lines],
+        ".jsonl.gz": [gzip.compress(line) for line in lines],
+        ".jsonl.bz2": [bz2.compress(line) for line in lines],
+        ".jsonl.xz": [lzma.compress(line) for line in lines],
         ".tar": [_shard(), _shard(tarfile.GNU_FORMAT), _shard(tarfile.PAX_FORMAT, "ä" * 120)],
     }
     return [Reader(kind[1:], seeds, functools.partial(read, kind)) for kind, seeds in kinds.items()]
@@ -796,8 +796,8 @@ def make_answers(folder: Path) -> Reader:
         without_hermes_calls(text)
         inline_call(text)
         for how in ("boxed", "marker", "last_number", "tags", "all"):
-            if found := extract_answer(text, how, "####"):
-                same_text(found, "42")
+            if result := extract_answer(text, how, "####"):
+                same_text(result, "42")
         last_boxed(text)
         choice_of(text)
         code_of(text)

@@ -222,7 +222,7 @@ def test_guard_is_per_sample_and_divided_by_the_step_size() -> None:
 
 
 V08 = GOLDEN["V08_advantages"]
-GROUPS = torch.tensor([sorted(set(V08["prompts"])).index(each) for each in V08["prompts"]])
+GROUPS = torch.tensor([sorted(set(V08["prompts"])).index(prompt) for prompt in V08["prompts"]])
 REWARDS = torch.tensor(V08["rewards"], dtype=torch.float64)
 
 
@@ -241,7 +241,7 @@ def test_advantages_of_flow_grpo(kind: str, std: str) -> None:
     }[kind]
     result, expected = advantage.compute(REWARDS, GROUPS), torch.tensor(V08["flow_grpo"][f"{kind}_{std}_std"])
     if kind == "dpo":  # upstream labels the first two of a group of equals; here it has neither best nor worst
-        assert result.no_spread.tolist() == [each == 2 for each in GROUPS]
+        assert result.no_spread.tolist() == [group == 2 for group in GROUPS]
         expected[result.no_spread] = 0.0
     close_advantages(result.values, expected.tolist())
 
@@ -250,7 +250,7 @@ def test_advantages_of_flow_grpo(kind: str, std: str) -> None:
 def test_advantages_of_flow_factory(name: str) -> None:
     """gdpo ignores the choice of the standard deviation, and so has none here."""
     golden = V08["flow_factory_two_rewards"]
-    components = {each: torch.tensor(golden[each], dtype=torch.float64) for each in ("r1", "r2")}
+    components = {name: torch.tensor(golden[name], dtype=torch.float64) for name in ("r1", "r2")}
     total = sum(weight * components[each] for each, weight in golden["weights"].items())
     if name.startswith("gdpo"):
         advantage = GDPO(clip=math.inf)
@@ -277,10 +277,10 @@ def test_windows() -> None:
         if not case.startswith("size"):
             continue
         size = int(case.split()[1])
-        bounds = tuple(int(each) for each in case.split("(")[1].rstrip(")").split(","))
+        bounds = tuple(int(word) for word in case.split("(")[1].rstrip(")").split(","))
         window = RandomWindow(size=size, range=bounds)
         assert window.starts() == expected
-        drawn = {tuple(window.steps(10, seed=3, iteration=each)) for each in range(200)}
+        drawn = {tuple(window.steps(10, seed=3, iteration=index)) for index in range(200)}
         assert drawn == {tuple(range(start, start + size)) for start in expected}
     assert AllSteps().steps(10, 0, 0) == list(range(9)), "the last step is never trained"
 
@@ -301,7 +301,7 @@ def test_sliding_windows_are_those_of_mixgrpo_without_the_empty_one() -> None:
 def test_sliding_windows_stay_as_long_as_those_of_mixgrpo() -> None:
     published = mixgrpo("mixgrpo_exp_decay")
     window = SlidingWindow(range=(0, 25), strategy="exp_decay", stride=2)
-    assert [list(each) for each in window.places(26)] == published
+    assert [list(place) for place in window.places(26)] == published
 
 
 def test_random_subsets_are_those_of_flow_factory() -> None:

@@ -24,7 +24,7 @@ FILE = json.loads((Path(__file__).parent / "data" / "peers_diffusion.json").read
 INPUTS = {name: value if name == "prompts" else torch.tensor(value) for name, value in FILE["inputs"].items()}
 CASES = {case["id"]: case for case in FILE["cases"]}
 SIGMAS = torch.tensor(CASES["sched/n=10,shift=3.0"]["outputs"]["sigmas"])
-PROMPTS = torch.tensor([sorted(set(INPUTS["prompts"])).index(each) for each in INPUTS["prompts"]])
+PROMPTS = torch.tensor([sorted(set(INPUTS["prompts"])).index(prompt) for prompt in INPUTS["prompts"]])
 DYNAMICS = {
     "sde": FlowSDE,
     "Flow-SDE": FlowSDE,
@@ -65,7 +65,7 @@ def test_stochastic_steps(case: dict) -> None:
     params, outputs = case["params"], case["outputs"]
     kind = params.get("sde_type") or params.get("dynamics_type") or ("sde" if "sde_step" in case["id"] else "flux_step")
     dynamics = DYNAMICS[kind](noise_level=params.get("noise_level", params.get("eta")))
-    sigma, sigma_next = (SIGMAS[params["step_index"] + each].expand(3) for each in (0, 1))
+    sigma, sigma_next = (SIGMAS[params["step_index"] + value].expand(3) for value in (0, 1))
     velocity = INPUTS["model_output_new"].clone().requires_grad_(True)
     old, new = (
         dynamics.step(each, INPUTS["latents"], sigma, sigma_next, float(SIGMAS[1]))

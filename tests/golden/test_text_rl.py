@@ -79,7 +79,9 @@ TESTED: set[str] = set()
 def some(*patterns: str) -> pytest.MarkDecorator:
     """The cases of these names that are not listed."""
     chosen = [
-        case for name, case in CASES.items() if any(re.match(each, name) for each in patterns) and not listed(name)
+        case
+        for name, case in CASES.items()
+        if any(re.match(pattern, name) for pattern in patterns) and not listed(name)
     ]
     assert chosen
     TESTED.update(case["id"] for case in chosen)
@@ -120,7 +122,7 @@ class Padded:
 
 def padded(case: dict) -> Padded:
     names = ("response_mask", "loss_mask", "action_mask", "mask")
-    return Padded(INPUTS[next(case["inputs"][each] for each in names if each in case["inputs"])])
+    return Padded(INPUTS[next(case["inputs"][name] for name in names if name in case["inputs"])])
 
 
 # Aggregation
@@ -157,10 +159,10 @@ def test_aggregation(case: dict) -> None:
         expected = expected / len(rows.matrix)
     elif case["id"].startswith("roll/"):
         counts["num_sequences"] = len(rows.matrix)
-    found = rows.aggregated(given.nan_to_num(), mode, **counts) * ranks
-    close(found, expected, case)
+    actual = rows.aggregated(given.nan_to_num(), mode, **counts) * ranks
+    close(actual, expected, case)
     if "grad_loss_mat" in case["outputs"]:
-        found.backward()
+        actual.backward()
         close(losses.grad, case["outputs"]["grad_loss_mat"], case)
 
 
@@ -177,14 +179,14 @@ def check_loss(case: dict, loss: torch.Tensor, log_probs: torch.Tensor, expected
     """A loss and its gradient, which is 0 outside the mask."""
     close(loss, case["outputs"]["loss"] if expected is None else expected, case)
     loss.backward()
-    name = next(each for each in case["outputs"] if each.startswith("grad_"))
+    name = next(output for output in case["outputs"] if output.startswith("grad_"))
     close(log_probs.grad, case["outputs"][name], case)
 
 
 def check_score_loss(case: dict, loss: torch.Tensor, log_probs: torch.Tensor) -> None:
     """The same where others return -w A log p as value: its gradient times log p."""
     loss.backward()
-    name = next(each for each in case["outputs"] if each.startswith("grad_"))
+    name = next(output for output in case["outputs"] if output.startswith("grad_"))
     close(log_probs.grad, case["outputs"][name], case)
     close((log_probs.grad * log_probs).sum(), case["outputs"]["loss"], case)
 
@@ -337,11 +339,11 @@ def test_advantages_of_verl(case: dict) -> None:
     if "/grpo" in case["id"]:
         std = "group" if params["norm_adv_by_std_in_grpo"] else "none"
         part = GroupAdvantage(std, None, 1, params["epsilon"])
-    found = part.compute(rewards, INDEX)
+    actual = part.compute(rewards, INDEX)
     single = INDEX == 3
-    assert (found.values[single] == 0).all() and found.no_spread[single].all() and found.no_spread[INDEX == 1].all()
-    tokens = SampleAdvantage().compute(found.values.double(), rows.sequences, rows.mask).values
-    spread = ~found.no_spread[:, None].expand(rows.matrix.shape) & rows.matrix
+    assert (actual.values[single] == 0).all() and actual.no_spread[single].all() and actual.no_spread[INDEX == 1].all()
+    tokens = SampleAdvantage().compute(actual.values.double(), rows.sequences, rows.mask).values
+    spread = ~actual.no_spread[:, None].expand(rows.matrix.shape) & rows.matrix
     expected = torch.tensor(case["outputs"]["advantages"], dtype=torch.float64)
     torch.testing.assert_close(rows.back(tokens)[spread], expected[spread], rtol=1e-6, atol=1e-7)  # float32 here
 
@@ -358,11 +360,11 @@ def test_advantages_of_trl(case: dict) -> None:
         part = LeaveOneOut(None, "global" if params["normalize_advantages"] else "none", 1)
     if params.get("multi_objective_aggregation") == "normalize_then_sum":
         parts = [part.compute(row, ids).values * weight for row, weight in zip(rewards, weights, strict=True)]
-        found = GroupAdvantage("global", None, 1, 1e-4).compute(sum(parts), ids).values  # GDPO with TRL's epsilons
-        close(found, case["outputs"]["advantages"], case)
+        result = GroupAdvantage("global", None, 1, 1e-4).compute(sum(parts), ids).values  # GDPO with TRL's epsilons
+        close(result, case["outputs"]["advantages"], case)
         return
-    found = part.compute((rewards.double() * weights[:, None]).sum(0), ids).values
-    close(found, case["outputs"]["advantages"], case)
+    result = part.compute((rewards.double() * weights[:, None]).sum(0), ids).values
+    close(result, case["outputs"]["advantages"], case)
 
 
 # Advantages of tokens
@@ -373,14 +375,14 @@ def tokens_of(case: dict, part: object) -> tuple[Padded, torch.Tensor, torch.Ten
     rows = padded(case) if "response_mask" in case["inputs"] else Padded(torch.ones_like(INPUTS["mask"]))
     dense = INPUTS[case["inputs"]["token_level_rewards"]]
     values = INPUTS.get(case["inputs"].get("values"))
-    found = part.compute(
+    result = part.compute(
         torch.zeros(len(dense), dtype=torch.float64),
         rows.sequences,
         rows.mask,
         -rows.rows(dense),
         None if values is None else rows.rows(values),
     )
-    return rows, rows.back(found.values), rows.back(found.returns)
+    return rows, rows.back(result.values), rows.back(result.returns)
 
 
 def check_tokens(case: dict, rows: Padded, advantages: torch.Tensor, returns: torch.Tensor) -> None:
@@ -416,13 +418,13 @@ def test_gae_of_slime(case: dict) -> None:
     rows = Padded(torch.arange(6) < INPUTS["lengths"][:, None])
     params = case["params"]
     dense, values = rows.rows(INPUTS["tlr_dense"]), rows.rows(INPUTS["values"])
-    found = gae(dense, values, rows.sequences, rows.mask, params["gamma"], params["lambd"])
-    returns = torch.where(rows.mask, found + values, 0.0)
-    check_ragged(case, rows, {"advantages": rows.back(found), "returns": rows.back(returns)})
+    result = gae(dense, values, rows.sequences, rows.mask, params["gamma"], params["lambd"])
+    returns = torch.where(rows.mask, result + values, 0.0)
+    check_ragged(case, rows, {"advantages": rows.back(result), "returns": rows.back(returns)})
 
 
-def check_ragged(case: dict, rows: Padded, found: dict[str, torch.Tensor]) -> None:
-    for name, values in found.items():
+def check_ragged(case: dict, rows: Padded, actual: dict[str, torch.Tensor]) -> None:
+    for name, values in actual.items():
         expected = torch.zeros(rows.matrix.shape, dtype=torch.float64)
         for row, numbers in enumerate(case["outputs"][name]):
             expected[row, : len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
@@ -436,11 +438,11 @@ def test_returns_of_slime(case: dict) -> None:
     penalties = params["kl_coef"] * rows.rows(INPUTS["logp"] - INPUTS["ref_logp"])
     every = Padded(torch.arange(6) < INPUTS["lengths"][:, None])
     rewards = token_rewards(INPUTS["adv_seq"], rows.sequences, rows.mask, penalties)
-    found = discounted_returns(rewards, every.sequences, every.mask, params["gamma"])
-    check_ragged(case, every, {"returns": every.back(found)})
+    result = discounted_returns(rewards, every.sequences, every.mask, params["gamma"])
+    check_ragged(case, every, {"returns": every.back(result)})
     if params["gamma"] == 1.0:
         ours = Returns(False).compute(INPUTS["adv_seq"], rows.sequences, rows.mask, penalties).values
-        torch.testing.assert_close(ours, torch.where(rows.mask, found, 0.0))
+        torch.testing.assert_close(ours, torch.where(rows.mask, result, 0.0))
 
 
 @some("verl/adv/reinforce_plus_plus_baseline/")
@@ -449,23 +451,23 @@ def test_reinforce_pp_baseline(case: dict) -> None:
     rows, rewards = padded(case), INPUTS[case["inputs"]["token_level_rewards"]].sum(1)
     centred = GroupAdvantage("none", None).compute(rewards, INDEX).values.double()
     centred = torch.where(INDEX == 3, rewards, centred)
-    found = SampleAdvantage(whiten=True).compute(centred, rows.sequences, rows.mask).values
+    actual = SampleAdvantage(whiten=True).compute(centred, rows.sequences, rows.mask).values
     expected = torch.tensor(case["outputs"]["advantages"], dtype=torch.float64)
-    torch.testing.assert_close(rows.back(found), expected * rows.matrix, rtol=1e-6, atol=1e-6)  # centred in float32
+    torch.testing.assert_close(rows.back(actual), expected * rows.matrix, rtol=1e-6, atol=1e-6)  # centred in float32
 
 
 @some("verl/func/masked_whiten/")
 def test_whitening(case: dict) -> None:
     rows = padded(case)
-    found = whitened(rows.rows(INPUTS["adv_var"]), rows.mask, shift_mean=case["params"]["shift_mean"])
+    actual = whitened(rows.rows(INPUTS["adv_var"]), rows.mask, shift_mean=case["params"]["shift_mean"])
     expected = torch.tensor(case["outputs"]["out"], dtype=torch.float64)
-    close(rows.back(found)[rows.matrix], expected[rows.matrix], case)
+    close(rows.back(actual)[rows.matrix], expected[rows.matrix], case)
 
 
 @some("openrlhf/value/")
 def test_value_loss(case: dict) -> None:
     rows, values = padded(case), INPUTS["vpreds"].clone().requires_grad_(True)
-    others = (rows.rows(INPUTS[each]) for each in ("values", "returns"))
+    others = (rows.rows(INPUTS[name]) for name in ("values", "returns"))
     losses, _ = value_loss(rows.rows(values), *others, rows.mask, case["params"]["clip_eps"])
     check_loss(case, rows.aggregated(losses, "token-mean"), values)
 
@@ -487,12 +489,12 @@ def test_kl_estimates(case: dict) -> None:
     }[framework]
     kl = TokenKL(1.0, estimator, "loss", "k2" if name.endswith("+") else "estimator", False, *clamps)
     log_probs = INPUTS["logp"].clone().requires_grad_(True)
-    found = kl.penalty(log_probs.flatten(), INPUTS["ref_logp"].flatten())
+    result = kl.penalty(log_probs.flatten(), INPUTS["ref_logp"].flatten())
     tolerance = {"dtype": "float32"} if framework in ("slime", "openrlhf") else case  # they compute in float32
-    close(found.reshape(log_probs.shape), case["outputs"]["kl"], tolerance)
+    close(result.reshape(log_probs.shape), case["outputs"]["kl"], tolerance)
     gradient = case["outputs"].get("grad_logprob") or case["outputs"].get("grad_log_probs")
     if gradient:
-        found.sum().backward()
+        result.sum().backward()
         close(log_probs.grad, gradient, tolerance)
 
 
@@ -516,11 +518,11 @@ def test_corrections_of_verl(case: dict) -> None:
         part = Rejection(level, least, most, level, None)
     else:
         part = Decoupled(level, bounds)
-    found = part.correct(apart, rows.sequences, rows.mask)
+    result = part.correct(apart, rows.sequences, rows.mask)
     if "rollout_rs" in params:
-        close(rows.back((~found.rejected & rows.mask).double()), case["outputs"]["mask"], case)
+        close(rows.back((~result.rejected & rows.mask).double()), case["outputs"]["mask"], case)
         return
-    close(rows.back(found.weights * rows.mask), case["outputs"]["weights"], {"dtype": "float32"})
+    close(rows.back(result.weights * rows.mask), case["outputs"]["weights"], {"dtype": "float32"})
 
 
 # Preference
@@ -534,12 +536,12 @@ def test_dpo(case: dict) -> None:
     kind = params.get("loss_type", "ipo" if params.get("ipo") else "sigmoid")
     divides = kind == "ipo" and case["id"].startswith("trl")
     lengths = mask.sum(1) if divides else torch.ones(len(mask))
-    found = preference_loss(
+    result = preference_loss(
         sums[:5], sums[5:], params["beta"], kind, params.get("label_smoothing", 0.0), (lengths[:5], lengths[5:])
     ).mean()
-    close(found, case["outputs"]["loss"], case)
+    close(result, case["outputs"]["loss"], case)
     if "grad_log_prob" in case["outputs"]:
-        found.backward()
+        result.backward()
         close(log_probs.grad, torch.tensor(case["outputs"]["grad_log_prob"]) * mask, case)
 
 
@@ -547,10 +549,10 @@ def test_dpo(case: dict) -> None:
 def test_samples_are_shared_out_as_evenly(case: dict) -> None:
     """As many micro-batches as verl has parts, none of them larger than its largest."""
     lengths, parts = case["inputs"]["seqlen_list"], case["params"]["k_partitions"]
-    found = pack(lengths, lengths, case["outputs"]["max_sum"], parts)
-    assert sorted(sample for rank in found for members in rank for sample in members) == list(range(len(lengths)))
-    assert [len(rank) for rank in found] == [1] * parts
-    assert max(sum(lengths[sample] for sample in rank[0]) for rank in found) <= case["outputs"]["max_sum"]
+    result = pack(lengths, lengths, case["outputs"]["max_sum"], parts)
+    assert sorted(sample for rank in result for members in rank for sample in members) == list(range(len(lengths)))
+    assert [len(rank) for rank in result] == [1] * parts
+    assert max(sum(lengths[sample] for sample in rank[0]) for rank in result) <= case["outputs"]["max_sum"]
 
 
 def test_every_case_is_tested_or_listed_with_its_reason() -> None:

@@ -226,7 +226,7 @@ def table(trials: list[Trial]) -> str:
     total = [0, 0, 0, 0]
     for room in ROOMS:
         outcomes = [trial.outcome for trial in trials if trial.mutant.path.startswith(f"sfumato/{room}/")]
-        killed, same = sum(each in ("failed", "hangs") for each in outcomes), outcomes.count("equivalent")
+        killed, same = sum(outcome in ("failed", "hangs") for outcome in outcomes), outcomes.count("equivalent")
         counts = [len(outcomes), killed, same, len(outcomes) - killed - same]
         total = [left + right for left, right in zip(total, counts, strict=True)]
         rows.append(f"| `{room}/` | " + " | ".join(map(str, counts)) + " |")

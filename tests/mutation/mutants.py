@@ -50,7 +50,7 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
     starts = [0]
     for text in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(text))
-    found = []
+    results = []
     for node, after in _changes(tree):
         start = starts[node.lineno - 1] + node.col_offset
         end = starts[node.end_lineno - 1] + node.end_col_offset
@@ -58,8 +58,8 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
         if callable(after):
             after = after(before, lambda inner: _text(source.decode(), inner))
         if after is not None and after != before:
-            found.append(Mutant(path, node.lineno, start, end, before, after))
-    return sorted(found, key=lambda mutant: (mutant.start, mutant.end, mutant.after))
+            results.append(Mutant(path, node.lineno, start, end, before, after))
+    return sorted(results, key=lambda mutant: (mutant.start, mutant.end, mutant.after))
 
 
 def _text(source: str, node: ast.AST) -> str:

@@ -16,12 +16,12 @@ def nearest_test_files(path: str, root: Path, most: int = 3) -> list[str]:
         root: of the project.
     """
     seen, level = {path}, {path}
-    found: list[str] = []
-    while level and len(found) < most:
+    results: list[str] = []
+    while level and len(results) < most:
         level = {importer for each in level for importer in _importers(root).get(each, ())} - seen
         seen |= level
-        found += sorted(name for name in level if Path(name).name.startswith("test_"))
-    return found[:most]
+        results += sorted(name for name in level if Path(name).name.startswith("test_"))
+    return results[:most]
 
 
 @cache

@@ -22,7 +22,7 @@ HOLD = ["setpriv", "--pdeathsig", "KILL", "unshare", "--kill-child"]
 
 def refusal() -> str:
     """Why nodes cannot be made here; empty when they can."""
-    if missing := [each for each in TOOLS if shutil.which(each) is None]:
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
         return f"not installed: {', '.join(missing)} (packages iproute2, util-linux)"
     made = subprocess.run(
         ["unshare", "--net", "--mount", "--uts", "--pid", "--fork", "ip", "link", "add", "probe", "type", "veth"],
@@ -137,7 +137,7 @@ class Nodes:
         self._addresses = {name: f"10.77.0.{number}" for number, name in enumerate(names, start=1)}
         self._hosts = folder / "hosts"
         lines = ["127.0.0.1 localhost", *(f"{address} {name}" for name, address in self._addresses.items())]
-        self._hosts.write_text("".join(f"{each}\n" for each in lines), encoding="ascii")
+        self._hosts.write_text("".join(f"{line}\n" for line in lines), encoding="ascii")
         script = "ip link add switch type bridge; ip link set switch up; echo ready; exec sleep infinity"
         (folder / "names").write_text(
             "passwd: files\ngroup: files\nhosts: files\n", encoding="ascii"
@@ -165,8 +165,8 @@ class Nodes:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        for each in self.nodes.values():
-            each.close()
+        for node in self.nodes.values():
+            node.close()
         self._switch.kill()
         self._switch.wait()
         if self._switch.stdout is not None:

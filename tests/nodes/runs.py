@@ -56,7 +56,7 @@ class NodeProgram:
         """Sends it a signal: to the first process of the program on the node, whose wrapper stands outside."""
         wrapper = self.process.pid
         (child,) = Path(f"/proc/{wrapper}/task/{wrapper}/children").read_text().split()
-        inside = next(each for each in Path(f"/proc/{child}/status").read_text().splitlines() if "NSpid" in each)
+        inside = next(line for line in Path(f"/proc/{child}/status").read_text().splitlines() if "NSpid" in line)
         self.node.signal(name, [int(inside.split()[-1])])
 
 
@@ -133,4 +133,4 @@ def hosts_of(folder: Path, role: str) -> set[str]:
     """Where a role's processes are, by ``processes.json``."""
     path = folder / "processes.json"
     known: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return {each["host"] for each in known if each["role"] == role}
+    return {message["host"] for message in known if message["role"] == role}

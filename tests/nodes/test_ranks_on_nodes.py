@@ -27,7 +27,7 @@ def config_in(folder: Path, name: str, **train: Any) -> Path:
 def test_two_nodes_with_a_rank_each_equal_one_node_with_two(nodes: Nodes) -> None:
     folder = nodes.folder / "equal"
     apart = start_ranks(nodes, ["alfa", "bravo"], config_in(folder, "apart"), task="train_dit")
-    assert [each.wait() for each in apart] == [0, 0], apart[0].output
+    assert [process.wait() for process in apart] == [0, 0], apart[0].output
     together = start_ranks(nodes, ["carol"], config_in(folder, "together"), task="train_dit", processes=2)
     assert together[0].wait() == 0, together[0].output
     assert_same(folder / "apart", folder / "together")
@@ -52,7 +52,7 @@ def test_a_node_that_is_lost_is_named_and_the_run_resumed(nodes: Nodes) -> None:
     assert "Traceback" not in first.output and "pair.cc" not in first.output
     nodes.start("bravo")
     again = start_ranks(nodes, ["alfa", "bravo"], config, "--train.load_checkpoint_path", "auto", task="train_dit")
-    assert [each.wait() for each in again] == [0, 0], again[0].output
+    assert [process.wait() for process in again] == [0, 0], again[0].output
     whole = start_ranks(nodes, ["carol"], config_in(folder, "whole", max_steps=60), task="train_dit", processes=2)
     assert whole[0].wait() == 0, whole[0].output
     assert_same(folder / "lost", folder / "whole")
@@ -70,7 +70,7 @@ def test_a_network_that_is_down_is_said_and_waited_for(nodes: Nodes) -> None:
     assert time.monotonic() - began < 25 and "s: is its machine or the network down?" in ranks[0].output
     nodes["bravo"].link("up")
     ranks[0].wait_for_text("rank 1 on bravo is heard again, after", 60)
-    assert [each.wait() for each in ranks] == [0, 0], ranks[0].output
+    assert [rank.wait() for rank in ranks] == [0, 0], ranks[0].output
     whole = start_ranks(nodes, ["carol"], config_in(folder, "whole", max_steps=60), task="train_dit", processes=2)
     assert whole[0].wait() == 0, whole[0].output
     assert_same(folder / "down", folder / "whole")
@@ -81,7 +81,7 @@ def test_a_folder_that_is_not_shared_is_refused_before_the_first_step(nodes: Nod
     folder = nodes.folder / "apart"
     config = config_in(folder, "private", output_dir="/dev/shm/runs/private")
     ranks = start_ranks(nodes, ["alfa", "bravo"], config, task="train_dit")
-    assert [each.wait(90) for each in ranks] == [2, 2], ranks[0].output
+    assert [rank.wait(90) for rank in ranks] == [2, 2], ranks[0].output
     said = "error: train.output_dir /dev/shm/runs/private: bravo (rank 1) does not see what the first process"
     assert said in ranks[0].output
     assert nodes["alfa"].run("ls", "/dev/shm").strip() == "", "a refused start changes nothing"

@@ -114,10 +114,10 @@ def test_another_machine_reaches_no_port_of_a_run_on_one_machine(tmp_path: Path)
         while len(list(tmp_path.glob("*.ports"))) < 2:
             assert time.monotonic() < deadline and process.poll() is None, log.read_text()
             time.sleep(0.1)
-        found = nodes["bravo"].run(sys.executable, str(tmp_path / "stranger.py"), "10.77.0.1", *parts(tmp_path))
+        result = nodes["bravo"].run(sys.executable, str(tmp_path / "stranger.py"), "10.77.0.1", *parts(tmp_path))
         (tmp_path / "stop").touch()
         assert process.wait(100) == 0, log.read_text()
-    assert found.split() == [] and log.read_text().count("unchanged 3.0") == 2
+    assert result.split() == [] and log.read_text().count("unchanged 3.0") == 2
 
 
 VISITOR = """

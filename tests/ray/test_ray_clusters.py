@@ -55,14 +55,14 @@ with start_cluster(config, run_in(Path(sys.argv[1])), num_cpus=2) as cluster:
 
 def marked(mark: str) -> dict[int, str]:
     """Processes that inherited the mark, by id."""
-    found = {}
+    results = {}
     for path in Path("/proc").glob("[0-9]*"):
         try:
             if mark.encode() in (path / "environ").read_bytes():
-                found[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
+                results[int(path.name)] = (path / "cmdline").read_bytes().replace(b"\0", b" ").decode()[:100]
         except (OSError, ProcessLookupError):
             continue
-    return found
+    return results
 
 
 @pytest.mark.parametrize("end", ["finishes", "starts twice", "raises", "leaves", signal.SIGKILL, signal.SIGINT])
@@ -91,7 +91,7 @@ def test_nothing_stays_behind(end: str | signal.Signals, tmp_path: Path) -> None
     gone = time.monotonic()
     while left := marked(mark):
         waited = time.monotonic() - gone
-        idle = {pid: each for pid, each in left.items() if "Agent" in each}  # they ask Ray's dead head for a minute
+        idle = {pid: value for pid, value in left.items() if "Agent" in value}  # they ask Ray's dead head for a minute
         assert waited < 20 or (left == idle and waited < 120), left
         time.sleep(0.1)
 
@@ -128,8 +128,10 @@ def test_two_nodes_of_a_cluster_that_was_there(tmp_path: Path, monkeypatch: pyte
             role = cluster.group("sampler", functions.build, None, TRAIN, PoolConfig(processes=3))
             role.wait_ready()
             assert role.call(functions.sum_over_ranks, 1.0).result() == 6.0
-            own = ray.get_runtime_context().get_node_id()
-            far = next(each for each in role.processes if each.identity and each.identity.node_id != own)
+            node_id = ray.get_runtime_context().get_node_id()
+            far = next(
+                process for process in role.processes if process.identity and process.identity.node_id != node_id
+            )
             assert far.identity is not None
             os.kill(far.identity.pid, signal.SIGSTOP)
             with pytest.raises(RoleLostError, match=f"process {far.identity.pid} .* does not answer"):
@@ -139,15 +141,17 @@ def test_two_nodes_of_a_cluster_that_was_there(tmp_path: Path, monkeypatch: pyte
                 assert time.monotonic() < deadline
                 time.sleep(0.1)
             role.restart()
-            rank = next(each.rank for each in role.processes if each.identity and each.identity.node_id != own)
+            rank = next(
+                process.rank for process in role.processes if process.identity and process.identity.node_id != node_id
+            )
             with pytest.raises(RoleLostError, match=r"Segmentation fault[\s\S]*about to crash"):
                 role.call(functions.crash_in, rank).result()
-        assert all(each.poll() is None for each in nodes), "a cluster that was joined is left running"
+        assert all(node.poll() is None for node in nodes), "a cluster that was joined is left running"
     finally:
-        for each in reversed(nodes):
-            each.terminate()
-        for each in nodes:
-            each.wait(60)
+        for node in reversed(nodes):
+            node.terminate()
+        for node in nodes:
+            node.wait(60)
     assert not marked(mark)
 
 

@@ -28,16 +28,16 @@ from tests.ray.test_ray_roles import TRAIN
 
 @pytest.mark.slow
 def test_an_engine_on_ray_is_sent_weights_and_verified_by_rescoring(cluster: Cluster) -> None:
-    one = PoolConfig(processes=1, cpus=0.5)
-    actor = cluster.group("actor", fused_engine.Actor, None, TRAIN, one)
-    sampler = cluster.group("sampler", fused_engine.Sampler, "", TRAIN, one)
+    pool_config = PoolConfig(processes=1, cpus=0.5)
+    actor = cluster.group("actor", fused_engine.Actor, None, TRAIN, pool_config)
+    sampler = cluster.group("sampler", fused_engine.Sampler, "", TRAIN, pool_config)
     cluster.wait_ready()
     rescoring = Rescoring(fused_engine.TOKENS, tolerance=0.01)
     sync = WeightSync(actor, sampler, bucket_mb=1e-4, timeout_s=60.0, rescoring=rescoring)
     for version in (1, 2):
         assert sync.publish(version).transport == "broadcast"
-        found = sampler.call(fused_engine.rescored).result()
-        torch.testing.assert_close(found, fused_engine.expected(version), rtol=0, atol=0.01)
+        result = sampler.call(fused_engine.rescored).result()
+        torch.testing.assert_close(result, fused_engine.expected(version), rtol=0, atol=0.01)
     sampler.call(fused_engine.break_engine, "swaps").result()
     with pytest.raises(WeightSyncError, match=r"version 3: the log-probs of fixed tokens .* differ"):
         sync.publish(3)

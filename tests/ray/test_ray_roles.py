@@ -138,9 +138,9 @@ def test_a_pool_shares_the_work_and_overtakes(group: RayGroup, pool: RayPool) ->
     waiting = pool.submit(functions.has_part, slow)
     pids = {pool.submit(functions.where).result() for _ in range(2)}
     both = [pool.submit(functions.score, value, 0.3) for value in range(2)]
-    assert [each.result() for each in both] == [0, 2]
+    assert [future.result() for future in both] == [0, 2]
     assert not waiting.done(), "others do not wait for its argument"
-    assert waiting.result() == 2 and pids <= {each.identity.pid for each in pool.processes if each.identity}
+    assert waiting.result() == 2 and pids <= {process.identity.pid for process in pool.processes if process.identity}
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,10 @@ def test_what_a_process_says_and_does_is_heard(
     assert (cluster.run.output_dir / "log.txt").read_text().count("said hello\n") == 1
     assert timed == {"talk": 2.0} and told == ["progress"]
     events = sorted(cluster.record.take(), key=lambda each: each.rank)
-    assert [(each.role, each.rank, each.kind, each.step, each.version) for each in events] == [
+    assert [(event.role, event.rank, event.kind, event.step, event.version) for event in events] == [
         ("sampler", rank, "update", 7, 2) for rank in range(2)
     ]
-    assert all(before - 0.1 <= each.start <= each.end <= time.time() + 0.1 for each in events)
+    assert all(before - 0.1 <= event.start <= event.end <= time.time() + 0.1 for event in events)
     cluster.take_timings()
     group.call(functions.has_part, b"x" * 1000).result()
     measured = cluster.take_timings()
@@ -233,7 +233,7 @@ def test_values_are_freed_at_once(cluster: Cluster, group: RayGroup, pool: RayPo
         pool.submit(functions.has_part, made[0]).result()
         values = [weakref.ref(each) for each in made]
         del made
-        assert [each() for each in values] == [None, None]
+        assert [value() for value in values] == [None, None]
     finally:
         gc.enable()
 
@@ -253,10 +253,10 @@ def test_a_killed_scorer_is_replaced(cluster: Cluster, pool: RayPool, tmp_path: 
         assert not futures[-1].done()
     killed = int(marker.read_text())
     os.kill(killed, signal.SIGKILL)
-    assert [each.result() for each in futures] == [0, 2, 4, 6]
+    assert [future.result() for future in futures] == [0, 2, 4, 6]
     assert pool.num_restarts == 1
     cluster.wait_ready()
-    known = {each["pid"] for each in json.loads((cluster.run.output_dir / "processes.json").read_text())}
+    known = {load["pid"] for load in json.loads((cluster.run.output_dir / "processes.json").read_text())}
     assert known == {process.identity.pid for role in cluster.loop.roles for process in role.processes}
     assert killed not in known
     assert "it is replaced (1 of 3 times)" in (cluster.run.output_dir / "log.txt").read_text()
@@ -417,11 +417,11 @@ def test_packing_keeps_tensors_of_every_kind() -> None:
     values = [torch.randn(3).bfloat16(), torch.tensor(True), torch.zeros(0, 3), transposed, narrow, torch.tensor(2j)]
     packed = pack({"tensors": values, "array": np.arange(5)})
     assert size_of(packed) < 10_000, "a slice leaves without its storage"
-    found = unpack(packed)
-    for value, other in zip(values, found["tensors"], strict=True):
+    result = unpack(packed)
+    for value, other in zip(values, result["tensors"], strict=True):
         assert torch.equal(value, other) and value.dtype == other.dtype
-    found["tensors"][0] += 1
-    assert not torch.equal(found["tensors"][0], values[0]), "its own memory"
+    result["tensors"][0] += 1
+    assert not torch.equal(result["tensors"][0], values[0]), "its own memory"
     assert unpack(pack([1, {"deep": (values,)}], lambda item: 0 if item is values else None), [pack("there")]) == [
         1,
         {"deep": ("there",)},

@@ -62,7 +62,7 @@ def assert_same(left: Path, right: Path) -> None:
     """Rewards, losses and weights are equal to the bit."""
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
-    samples = [sorted((each / "samples").rglob("*.*")) for each in (left, right)]
+    samples = [sorted((path / "samples").rglob("*.*")) for path in (left, right)]
     assert [path.read_bytes() for path in samples[0]] == [path.read_bytes() for path in samples[1]]
 
 
@@ -72,7 +72,7 @@ def test_pools_of_their_own_give_the_results_of_one_process(runs: Runs) -> None:
     assert_same(ray, runs.here("process"))
     timings = metrics_of(ray, "timings")[-1]
     assert {"utilisation/actor", "utilisation/sampler", "utilisation/scorer"} <= timings.keys()
-    kinds = {(each["role"], each["kind"]) for each in metrics_of(ray, "timeline")}
+    kinds = {(metric["role"], metric["kind"]) for metric in metrics_of(ray, "timeline")}
     wanted = {("sampler", "generate"), ("scorer", "score"), ("actor", "update"), ("actor", "sync"), ("sampler", "sync")}
     assert wanted <= kinds
     assert "What each role did" in (ray / "report.html").read_text()
@@ -126,9 +126,9 @@ def test_two_actors_in_shards_and_two_samplers_in_slices_equal_two_ranks(runs: R
 
 @pytest.mark.slow
 def test_bytes_through_the_driver_do_not_grow_with_the_resolution(runs: Runs) -> None:
-    found = []
+    results = []
     for size in (16, 32):
         sized = {"rollout": {"height": size, "width": size}}
         lines = metrics_of(runs.apart(f"size {size}", merge(APART, sized)), "timings")[2:]
-        found.append([sum(each[f"driver_bytes/{role}"] for role in ("actor", "sampler", "scorer")) for each in lines])
-    assert found[0] == pytest.approx(found[1], rel=0.01), "but for the lengths of pickled numbers"
+        results.append([sum(line[f"driver_bytes/{role}"] for role in ("actor", "sampler", "scorer")) for line in lines])
+    assert results[0] == pytest.approx(results[1], rel=0.01), "but for the lengths of pickled numbers"

@@ -30,8 +30,8 @@ MORE_GROUPS = {
 
 def on_ray(tmp_path: Path, name: str, *overrides: dict[str, Any]) -> Path:
     config = tiny_text_rl_config(tmp_path, train={"output_dir": str(tmp_path / name)})
-    for each in overrides:
-        config = merge(config, each)
+    for override in overrides:
+        config = merge(config, override)
     done = run_task_process("rl_text", write_config(config, tmp_path / f"{name}.yaml"), timeout_s=400)
     assert done.returncode == 0, done.output
     return done.output_dir
@@ -120,8 +120,8 @@ def test_answers_go_on_under_new_weights_fully_asynchronously_within_the_bound(t
     for step in range(1, 13):
         rollout = read_dump(dump_path(folder, step)).rollout
         prompts += [request.prompt_id for request in rollout.requests[::N]]
-        for (one,) in rollout.sequences:
-            versions = one.versions[one.drawn]
+        for (sequence,) in rollout.sequences:
+            versions = sequence.versions[sequence.drawn]
             assert (np.diff(versions) >= 0).all() and 0 <= step - 1 - versions.min() <= 4
             mixed += len(set(versions)) > 1
     assert mixed > 0  # answers of several versions of the weights

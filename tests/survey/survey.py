@@ -162,7 +162,7 @@ def _cell(name: str, mode: Mode, source: nn.Module, references: dict[tuple[str, 
             config, train = _configs(mode)
             model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
             probe(model, config, train, MAX_SEQ_LEN, lambda *_: None)
-            found = []
+            results = []
             for masked in (False, True):
                 batches = _documents(masked)
                 ours = _train(model, parameters, batches, train.rmpad_with_pos_ids)
@@ -171,16 +171,16 @@ def _cell(name: str, mode: Mode, source: nn.Module, references: dict[tuple[str, 
                 if (attention, masked) not in references:
                     plain = _with_attention(name, source, attention)
                     references[attention, masked] = one_by_one(plain, [part for batch in batches for part in batch])
-                found.append(_differences(ours, references[attention, masked]))
+                results.append(_differences(ours, references[attention, masked]))
     except ConfigError as error:
         return Cell("refused", str(error))
     except Exception as error:  # whatever transformers' modules raise
         return Cell("broken", f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     bounds = (LARGEST_LOG_PROB, LARGEST_LOSS, LARGEST_NORM, LARGEST_GRADIENT)
-    far = tuple(max(values) for values in zip(*found, strict=True))
-    if not all(value <= bound for differences in found for value, bound in zip(differences, bounds, strict=True)):
+    far = tuple(max(values) for values in zip(*results, strict=True))
+    if not all(value <= bound for differences in results for value, bound in zip(differences, bounds, strict=True)):
         words = "log-probability {:.2g}, loss {:.2g}, gradient norm {:.2g}, gradient of one parameter {:.2g}"
-        parts = (f"{words.format(*differences)} ({which})" for differences, which in zip(found, TARGETS, strict=True))
+        parts = (f"{words.format(*differences)} ({which})" for differences, which in zip(results, TARGETS, strict=True))
         return Cell("WRONG", f"{_way(model)}: differs from transformers: {'; '.join(parts)}", far)
     return Cell("equal", _way(model), far)
 
@@ -205,7 +205,7 @@ def _build(name: str, mode: Mode, source: nn.Module) -> LanguageModel:
 def _documents(masked: bool) -> list[list[Document]]:
     """The documents of each micro-batch; masked ones have targets here and there, like conversations."""
     generator = np.random.default_rng(7)
-    found = []
+    results = []
     for lengths in LENGTHS:
         documents = []
         for length in lengths:
@@ -213,8 +213,8 @@ def _documents(masked: bool) -> list[list[Document]]:
             targets[0] = False
             targets[-1] = True
             documents.append(Document(generator.integers(VOCABULARY, size=length, dtype=np.int32), targets))
-        found.append(documents)
-    return found
+        results.append(documents)
+    return results
 
 
 def _train(
@@ -231,7 +231,8 @@ def _train(
         return -scores.log_probs(batch.labels).sum() / count
 
     log_probs = [
-        found[batch.labels != IGNORED] for found, batch in zip(model.token_log_probs(batches), batches, strict=True)
+        token_log_prob[batch.labels != IGNORED]
+        for token_log_prob, batch in zip(model.token_log_probs(batches), batches, strict=True)
     ]
     loss = sum(model.forward_backward(batches, loss_fn))
     gradients = {name: _gradient(parameter) for name, parameter in parameters.items()}
@@ -252,11 +253,11 @@ def one_by_one(source: nn.Module, documents: list[Document]) -> Measured:
             module = copy.deepcopy(source).train(training)
             with torch.set_grad_enabled(training):
                 logits = module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-            found = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][targets]
+            result = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][targets]
             if not training:
-                log_probs.append(found)
+                log_probs.append(result)
                 continue
-            part = -found.sum() / count
+            part = -result.sum() / count
             part.backward()
             loss += float(part.detach())
             for name, parameter in module.named_parameters():
@@ -330,20 +331,20 @@ In packed rows {equal} of {all} are equal. A name of several words is an archite
 """
 
 
-def table(found: dict[str, dict[str, Cell]]) -> list[str]:
+def table(actual: dict[str, dict[str, Cell]]) -> list[str]:
     """Lines of the page's table, which know neither numbers nor sentences: on any CPU they are the same."""
     architectures: dict[tuple[str, ...], list[str]] = {}
-    for name in sorted(found):
-        architectures.setdefault(tuple(found[name][mode.title].short for mode in MODES), []).append(name)
+    for name in sorted(actual):
+        architectures.setdefault(tuple(actual[name][mode.title].short for mode in MODES), []).append(name)
     lines = [f"| {' | '.join(mode.title for mode in MODES)} | architectures |", "|---" * (len(MODES) + 1) + "|"]
     for row, names in sorted(architectures.items(), key=lambda item: -len(item[1])):
         lines.append(f"| {' | '.join(row)} | {', '.join(names)} |")
     return lines
 
 
-def page(found: dict[str, dict[str, Cell]]) -> str:
+def page(actual: dict[str, dict[str, Cell]]) -> str:
     """The text of docs/architectures.md."""
-    cells = [cell for modes in found.values() for cell in modes.values() if cell.verdict == "equal"]
+    cells = [cell for modes in actual.values() for cell in modes.values() if cell.verdict == "equal"]
     log_prob, loss, *norms = (max(values) for values in zip(*(cell.far for cell in cells), strict=True))
     head = HEAD.format(
         transformers=transformers.__version__,
@@ -356,26 +357,26 @@ def page(found: dict[str, dict[str, Cell]]) -> str:
         far_log_prob=log_prob,
         far_loss=loss,
         far_norm=max(norms),
-        equal=sum(modes[PACKED].verdict == "equal" for modes in found.values()),
-        all=len(found),
+        equal=sum(modes[PACKED].verdict == "equal" for modes in actual.values()),
+        all=len(actual),
     )
     left_out = [f"**{name}**: {why}" for name, why in sorted(NOT_BUILT.items()) if name in KNOWN]
     parts = [
-        head + "\n".join(table(found)),
+        head + "\n".join(table(actual)),
         "## Refused",
-        "\n".join(_entry(sentence) for sentence in _sentences(found)),
+        "\n".join(_entry(sentence) for sentence in _sentences(actual)),
         "## Not tried",
         "\n".join(_entry(line) for line in left_out),
     ]
     return "\n\n".join(parts) + "\n"
 
 
-def _sentences(found: dict[str, dict[str, Cell]]) -> Iterator[str]:
+def _sentences(actual: dict[str, dict[str, Cell]]) -> Iterator[str]:
     """What is said about cells that are not equal: each sentence once, with the architectures and modes it is for."""
     names_of: dict[tuple[str, str], list[str]] = {}
-    for name in sorted(found):
+    for name in sorted(actual):
         modes_of: dict[str, list[str]] = {}
-        for title, cell in found[name].items():
+        for title, cell in actual[name].items():
             if cell.verdict != "equal" and NO_SDPA not in cell.text:
                 # transformers goes on about its issues and its own options
                 sentence = cell.text.partition(" Please request the support")[0].removesuffix(
@@ -410,17 +411,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error("--write takes all architectures")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    found = {}
+    results = {}
     for number, name in enumerate(given.names or NAMES, 1):
         began = time.perf_counter()
-        found[name] = survey(name)
+        results[name] = survey(name)
         seconds = time.perf_counter() - began
-        print(f"{number:3d} {name:26s}{seconds:6.1f} s  {' | '.join(cell.short for cell in found[name].values())}")
-        for title, cell in found[name].items():
+        print(f"{number:3d} {name:26s}{seconds:6.1f} s  {' | '.join(cell.short for cell in results[name].values())}")
+        for title, cell in results[name].items():
             if cell.verdict != "equal" and (given.names or cell.verdict != "refused"):
                 print(f"      {title}: {cell.text}")
     if given.write:
-        PAGE.write_text(page(found), encoding="utf-8")
+        PAGE.write_text(page(results), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -90,16 +90,18 @@ def test_what_is_drawn_is_what_training_computes(name: str) -> None:
         with pytest.raises(ConfigError, match="how many tokens follow"):
             complete(engine, requests, Sampling())
         return
-    found = complete(engine, requests, Sampling())
-    for request, one in zip(requests, found, strict=True):
+    result = complete(engine, requests, Sampling())
+    for request, one in zip(requests, result, strict=True):
         far = (_training_log_probs(model, request, one) - torch.tensor(one.log_probs)).abs().max()
         assert float(far) < LARGEST_LOG_PROB
     few = EmbeddedEngine(model.plain, max_length=MAX_SEQ_LEN, around=model.autocast, max_batch_size=3)
-    assert [one.token_ids for one in complete(few, requests, Sampling())] == [one.token_ids for one in found]
+    assert [sequence.token_ids for sequence in complete(few, requests, Sampling())] == [
+        sequence.token_ids for sequence in result
+    ]
     assert name not in IN_ROWS or type(engine._rows).__name__ == "CachedRows"
     if name not in NOT_AS_THEIR_FORWARD:
         greedy = complete(engine, requests[: len(prompts)], Sampling(temperature=0.0))
-        assert [one.token_ids for one in greedy] == [_generated(name, model, prompt) for prompt in prompts]
+        assert [sequence.token_ids for sequence in greedy] == [_generated(name, model, prompt) for prompt in prompts]
 
 
 def _generated(name: str, model: LanguageModel, prompt: list[int]) -> list[int]:
@@ -109,5 +111,7 @@ def _generated(name: str, model: LanguageModel, prompt: list[int]) -> list[int]:
     plain.generation_config = GenerationConfig()  # no token is forced, or kept from ending a text
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
     given = torch.tensor([prompt])
-    found = plain.generate(given, attention_mask=torch.ones_like(given), generation_config=GenerationConfig(**settings))
-    return found[0, len(prompt) :].tolist()
+    result = plain.generate(
+        given, attention_mask=torch.ones_like(given), generation_config=GenerationConfig(**settings)
+    )
+    return result[0, len(prompt) :].tolist()

@@ -19,8 +19,8 @@ AT_LEAST = {
 
 @pytest.mark.parametrize("name", NAMES)
 def test_architecture_is_trained_like_transformers_or_refused(name: str) -> None:
-    found = survey(name)
-    wrong = {title: cell.text for title, cell in found.items() if cell.verdict not in ("equal", "refused")}
+    result = survey(name)
+    wrong = {title: cell.text for title, cell in result.items() if cell.verdict not in ("equal", "refused")}
     assert not wrong
 
 

@@ -46,9 +46,9 @@ def test_it_stays_near_adamw_with_a_quarter_of_the_state():
     train(truth, exact, plain, range(20))
     assert schedule.get_last_lr() == plain.get_last_lr()
     start = dict(model().named_parameters())
-    for name, each in truth.named_parameters():
-        moved = (each - start[name]).norm()
-        assert 0 < (module.get_parameter(name) - each).norm() < 0.2 * moved or each.numel() < 4096, name
+    for name, parameter in truth.named_parameters():
+        moved = (parameter - start[name]).norm()
+        assert 0 < (module.get_parameter(name) - parameter).norm() < 0.2 * moved or parameter.numel() < 4096, name
     state = optimizer.state[module[0].weight]["exp_avg"]
     assert state.codes.dtype == torch.uint8
     assert state.codes.nbytes + state.scale.nbytes < 0.27 * module[0].weight.nbytes
@@ -82,5 +82,5 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
     load_state(TrainState(module, resumed, again), StoredCheckpoint(tmp_path / "global_step_8"), mesh)
     train(truth, optimizer, schedule, range(8, 14))
     train(module, resumed, again, range(8, 14))
-    for name, each in truth.named_parameters():
-        assert torch.equal(module.get_parameter(name), each), name
+    for name, parameter in truth.named_parameters():
+        assert torch.equal(module.get_parameter(name), parameter), name

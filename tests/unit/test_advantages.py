@@ -53,7 +53,7 @@ def test_std_none_global_and_clip() -> None:
     assert compute([1, 3, 5, 9], [0, 0, 1, 1], std="none").values.tolist() == [-1, 1, -2, 2]
     overall = np.std([1, 3, 5, 9]) + 1e-4
     values = compute([1, 3, 5, 9], [0, 0, 1, 1], std="global").values.tolist()
-    assert values == pytest.approx([each / overall for each in (-1, 1, -2, 2)])
+    assert values == pytest.approx([value / overall for value in (-1, 1, -2, 2)])
     assert compute([0] * 99 + [1], [0] * 100, clip=5.0).values.max() == 5.0
 
 
@@ -105,11 +105,11 @@ def test_the_order_of_samples_does_not_matter(advantage: object) -> None:
 def test_ddof_and_eps() -> None:
     result = of(GroupAdvantage(ddof=1, eps=0.5), [1, 2, 6], [0, 0, 0])
     assert result.values.tolist() == pytest.approx(
-        [(each - 3) / (np.std([1, 2, 6], ddof=1) + 0.5) for each in (1, 2, 6)]
+        [(value - 3) / (np.std([1, 2, 6], ddof=1) + 0.5) for value in (1, 2, 6)]
     )
     overall = np.std([1, 3, 5, 9], ddof=1) + 1e-4
     result = of(GroupAdvantage(std="global", ddof=1), [1, 3, 5, 9], [0, 0, 1, 1])
-    assert result.values.tolist() == pytest.approx([each / overall for each in (-1, 1, -2, 2)])
+    assert result.values.tolist() == pytest.approx([value / overall for value in (-1, 1, -2, 2)])
 
 
 def test_leave_one_out_is_the_reward_minus_the_mean_of_the_others() -> None:

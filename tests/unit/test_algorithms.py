@@ -69,7 +69,7 @@ def test_keyed_noise_depends_on_every_part_of_its_key_and_on_nothing_else() -> N
         keyed_normal((4, 4), 1, "latent", 3, [3, 4]),
         keyed_normal((4, 4), 1, "latent", 2, [4, 3]),
     ]
-    assert not any(torch.equal(base, each) for each in others)
+    assert not any(torch.equal(base, other) for other in others)
 
 
 def test_keyed_noise_is_standard_normal_and_uncorrelated_between_samples() -> None:

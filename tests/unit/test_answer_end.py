@@ -331,7 +331,7 @@ def test_stored_tokens_are_made_again_only_where_ends_or_dates_change_them(tmp_p
 def test_numbers_beyond_the_tokenizer_have_no_text():
     tokenizer = build_tokenizer()
     assert tokens_without_text(tokenizer, len(tokenizer)) == frozenset()
-    assert tokens_without_text(tokenizer, len(tokenizer) + 3) == {len(tokenizer) + each for each in range(3)}
+    assert tokens_without_text(tokenizer, len(tokenizer) + 3) == {len(tokenizer) + index for index in range(3)}
 
 
 @pytest.mark.slow
@@ -364,6 +364,6 @@ def test_what_is_known_of_a_tokenizer_goes_to_worker_processes(tmp_path):
     template = build_chat_template(None, tokenizer)
     other = pickle.loads(pickle.dumps(template))
     assert facts_of(other.tokenizer) == facts_of(tokenizer) and other.answer_end == template.answer_end
-    one, two = (each.encode([user("a"), assistant("x")], "row")[0][0].tolist() for each in (template, other))
+    one, two = (text.encode([user("a"), assistant("x")], "row")[0][0].tolist() for text in (template, other))
     assert one == two
     assert facts_of(copy.deepcopy(tokenizer)) == facts_of(tokenizer)

@@ -52,8 +52,8 @@ def test_tensors_go_to_a_device_and_stay_where_they_are() -> None:
     kept = trajectories(2)
     assert kept.to(torch.device("cpu")).latents is kept.latents
     there = rollout([0, 0], 0, kept).to(torch.device("meta"))
-    found = there.latents, there.kept.sigmas, there.kept.means, there.conditioning.tensors["prompt"]
-    assert {tensor.device.type for tensor in found} == {"meta"} and there.versions == [3, 3]
+    result = there.latents, there.kept.sigmas, there.kept.means, there.conditioning.tensors["prompt"]
+    assert {tensor.device.type for tensor in result} == {"meta"} and there.versions == [3, 3]
 
 
 def test_a_rank_learns_from_its_samples_in_the_order_of_their_ids() -> None:

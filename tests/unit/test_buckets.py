@@ -38,14 +38,14 @@ SIZES = [(16, 16), (8, 16), (16, 8)]
 
 def kohya(height: int, width: int, least: int, most: int, step: int) -> list[tuple[int, int]]:
     """``make_bucket_resolutions`` of kohya's scripts, as (width, height)."""
-    area, found = height * width, set()
+    area, result = height * width, set()
     side = int(math.sqrt(area) // step) * step
-    found.add((side, side))
+    result.add((side, side))
     for side in range(least, most + 1, step):
         other = min(most, int((area // side) // step) * step)
         if other >= least:
-            found |= {(side, other), (other, side)}
-    return sorted(found)
+            result |= {(side, other), (other, side)}
+    return sorted(result)
 
 
 @pytest.mark.parametrize(
@@ -107,10 +107,10 @@ def test_what_cannot_be_meant_is_refused(settings: dict[str, Any], message: str)
 
 def loaders(numbers: np.ndarray, ranks: int, **train: Any) -> list[IndexLoader]:
     section = EpochTrainConfig(output_dir="x", lr=1e-3, seed=3, **train)
-    found = []
+    results = []
     for rank in range(ranks):
-        found.append(IndexLoader(len(numbers), section, mesh_of(rank, ranks), Buckets(SIZES, numbers)))
-    return found
+        results.append(IndexLoader(len(numbers), section, mesh_of(rank, ranks), Buckets(SIZES, numbers)))
+    return results
 
 
 def numbers_of(count: int, seed: int = 0) -> np.ndarray:
@@ -126,14 +126,14 @@ def test_every_epoch_has_each_row_once_and_a_micro_batch_one_bucket(count: int, 
     [one] = loaders(numbers, 1, **settings)
     whole = []
     for step in range(5 * count // size):
-        found = {position: row for batch in one.micro_batches(step) for row, position in _pairs(batch, numbers)}
-        assert sorted(found) == list(range(step * size, (step + 1) * size)), "the samples of a step are as without"
-        whole += [found[position] for position in sorted(found)]
+        results = {position: row for batch in one.micro_batches(step) for row, position in _pairs(batch, numbers)}
+        assert sorted(results) == list(range(step * size, (step + 1) * size)), "the samples of a step are as without"
+        whole += [results[position] for position in sorted(results)]
         for ranks in (2, 3) if size % (6 * micro) == 0 else ():
-            parts = [each.micro_batches(step) for each in loaders(numbers, ranks, **settings)]
+            parts = [loader.micro_batches(step) for loader in loaders(numbers, ranks, **settings)]
             assert len({len(part) for part in parts}) == 1, "ranks compute together"
             shared = [pair for part in parts for batch in part for pair in _pairs(batch, numbers)]
-            assert {position: row for row, position in shared} == found and len(shared) == size
+            assert {position: row for row, position in shared} == results and len(shared) == size
     for epoch in range(len(whole) // count):
         assert sorted(whole[epoch * count : (epoch + 1) * count]) == list(range(count))
     later = loaders(numbers, 1, **settings)[0].micro_batches(3)
@@ -171,14 +171,14 @@ def test_ranks_work_alike() -> None:
 
 def test_evaluation_has_each_row_once_and_batches_of_one_size() -> None:
     numbers = numbers_of(21)
-    found = []
+    results = []
     for mesh in (mesh_of(rank, 3) for rank in range(3)):
         batches = evaluation_batches(21, 2, mesh, Buckets(SIZES, numbers))
-        found.append(batches)
+        results.append(batches)
         for batch in batches:
             assert len(batch.indices) == 2 and {int(numbers[row]) for row in batch.indices} == {batch.bucket}
-    assert len({len(each) for each in found}) == 1
-    ids = [sample_id for each in itertools.chain(*found) for sample_id in each.sample_ids if sample_id >= 0]
+    assert len({len(each) for each in results}) == 1
+    ids = [sample_id for each in itertools.chain(*results) for sample_id in each.sample_ids if sample_id >= 0]
     assert sorted(ids) == list(range(21))
 
 
@@ -207,17 +207,17 @@ def test_rows_are_sorted_by_the_heads_of_their_images(images: Path, monkeypatch:
     said: list[str] = []
     settle(images.parent)
     cache = {"cache_dir": str(images.parent / "cache")}
-    dataset, found = sorted_rows(images, said, **cache)
-    assert found.numbers.tolist() == [0, 1, 2] * 4 + [0]
+    dataset, result = sorted_rows(images, said, **cache)
+    assert result.numbers.tolist() == [0, 1, 2] * 4 + [0]
     assert [tuple(dataset.pixels(index).shape[1:]) for index in range(3)] == SIZES
     assert said == ["13 rows in 3 buckets (height x width): 16 x 16: 5, 8 x 16: 4, 16 x 8: 4"]
     # sizes are kept beside the latents; a damaged file is read again, another caption column is another data set
     monkeypatch.setattr(module, "read_sizes", None)
-    assert sorted_rows(images, said, **cache)[1].digest == found.digest
+    assert sorted_rows(images, said, **cache)[1].digest == result.digest
     [kept] = (images.parent / "cache").glob("sizes_*.npz")
     kept.write_bytes(kept.read_bytes()[:-3])
     monkeypatch.setattr(module, "read_sizes", read_sizes)
-    assert sorted_rows(images, said, **cache)[1].digest == found.digest
+    assert sorted_rows(images, said, **cache)[1].digest == result.digest
     assert np.load(kept)["sizes"].shape == (13, 2)
     # a picture that is replaced by one of another shape is looked at anew
     Image.new("RGB", (40, 20)).save(images.parent / "0.png")
@@ -225,8 +225,8 @@ def test_rows_are_sorted_by_the_heads_of_their_images(images: Path, monkeypatch:
 
 
 def test_an_image_that_changed_its_shape_is_named(images: Path) -> None:
-    dataset, found = sorted_rows(images, [])
-    rows = module.OneSize(dataset, (8, 16), np.flatnonzero(found.numbers == 1))
+    dataset, result = sorted_rows(images, [])
+    rows = module.OneSize(dataset, (8, 16), np.flatnonzero(result.numbers == 1))
     assert rows.pixels(2).shape == (3, 8, 16) and rows.caption(2) == "no 7"
     Image.new("RGB", (40, 40)).save(images.parent / "7.png")
     with pytest.raises(DataError, match=r"rows.jsonl, line 8: the image has another size"):
@@ -234,17 +234,17 @@ def test_an_image_that_changed_its_shape_is_named(images: Path) -> None:
 
 
 def test_check_takes_the_largest_bucket_and_names_one_that_the_model_cannot_make(tmp_path: Path, images: Path) -> None:
-    def found(buckets: Any, size: int = 8) -> Any:
+    def findings_of(buckets: Any, size: int = 8) -> Any:
         data = {"data_type": "image_text", "train_path": str(images), "height": size, "width": size, "buckets": buckets}
         config = tiny_dit_config(tmp_path, train={"device": "cpu"})
         config["data"] = {**data, "max_bad_rows": 1}
         return check_config(write_config(config, tmp_path / "run.yaml"))
 
-    one, many = found(None, 16), found([[8, 8], [16, 16], [8, 16]])
-    assert many.model.largest.total == one.model.largest.total > found([[8, 8]]).model.largest.total
-    wrong = found(8, 32)
+    one, many = findings_of(None, 16), findings_of([[8, 8], [16, 16], [8, 16]])
+    assert many.model.largest.total == one.model.largest.total > findings_of([[8, 8]]).model.largest.total
+    wrong = findings_of(8, 32)
     assert wrong.exit_code == WRONG
-    assert any("data.buckets: 16 x " in each and "32 pixels at most" in each for each in wrong.problems)
+    assert any("data.buckets: 16 x " in problem and "32 pixels at most" in problem for problem in wrong.problems)
     with pytest.raises(
         ConfigError, match=r"data.buckets are for images of many sizes, and not for data.data_type glyphs"
     ):

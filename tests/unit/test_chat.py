@@ -131,7 +131,7 @@ def test_the_end_of_turn_is_learned_and_what_the_template_writes_behind_it_is_no
 def test_a_template_with_generation_blocks_gives_the_mask_of_transformers(tmp_path):
     tokenizer = tokenizer_of("byte_level")
     template = template_of(tmp_path, MARKED)
-    plain = [each for each in CONTENTS if not each[0].isspace()]
+    plain = [content for content in CONTENTS if not content[0].isspace()]
     for first, second in ((a, b) for a in plain for b in plain):
         messages = [user(first), assistant(second), user(second), assistant(first)]
         ((ids, learned),) = template.encode(messages, "row")
@@ -139,7 +139,7 @@ def test_a_template_with_generation_blocks_gives_the_mask_of_transformers(tmp_pa
             messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
         )
         assert ids.tolist() == theirs["input_ids"]
-        assert learned.tolist() == [bool(each) for each in theirs["assistant_masks"]]
+        assert learned.tolist() == [bool(assistant_mask) for assistant_mask in theirs["assistant_masks"]]
 
 
 def test_loss_mask_with_generation_blocks(tmp_path):
@@ -157,12 +157,14 @@ def test_loss_mask_with_generation_blocks(tmp_path):
 def test_threads_share_a_template(tmp_path):
     template = template_of(tmp_path, MARKED)
     conversations = [[user(f"q{i}"), assistant(f"answer {i} " * (i % 7 + 1))] for i in range(200)]
-    alone = [template.encode(each, "row")[0] for each in conversations]
+    alone = [template.encode(conversation, "row")[0] for conversation in conversations]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)  # threads change in the middle of a rendering
     try:
         with ThreadPoolExecutor(8) as pool:
-            together = [each[0] for each in pool.map(lambda each: template.encode(each, "row"), conversations)]
+            together = [
+                each[0] for each in pool.map(lambda conversation: template.encode(conversation, "row"), conversations)
+            ]
     finally:
         sys.setswitchinterval(interval)
     for (ids, learned), (other_ids, other_learned) in zip(alone, together, strict=True):
@@ -200,7 +202,7 @@ def test_a_template_that_rewrites_the_history_gives_one_sample_for_each_answer(t
     encoded = template.encode(messages, "row")
     assert len(encoded) == 2
     for index, (ids, learned) in zip((1, 5), encoded, strict=True):
-        shown = [{"role": each["role"], "content": each["content"]} for each in messages]
+        shown = [{"role": message["role"], "content": message["content"]} for message in messages]
         render = functools.partial(tokenizer.apply_chat_template, chat_template=THINKING, return_dict=False)
         prompt = render(shown[:index], add_generation_prompt=True)
         assert ids.tolist() == render(shown[: index + 1])
@@ -307,7 +309,7 @@ def test_a_prompt_that_ends_within_a_token_is_tokenised_as_at_inference(tmp_path
         tokenizer = tokenizer_of(kind)
         ((ids, learned),) = template_of(tmp_path, text, kind).encode([user("who?"), assistant("answer")], "row")
         parts = ("user: who?\nassistant: ", "answer\n<|endoftext|>")
-        prompt, answer = (tokens(tokenizer, each) for each in parts)
+        prompt, answer = (tokens(tokenizer, part) for part in parts)
         assert ids.tolist() == prompt + answer
         assert learned.tolist() == [False] * len(prompt) + [True] * len(answer), (
             "no special token: all of it is learned"
@@ -423,7 +425,7 @@ def test_tools_and_their_calls_reach_the_template(tmp_path):
 
 def test_the_tokenizers_own_template_and_the_one_for_tools():
     both = [{"name": "default", "template": CHATML}, {"name": "tool_use", "template": "{{ tools | tojson }}" + CHATML}]
-    tokenizer = build_tokenizer(chat_template={each["name"]: each["template"] for each in both})
+    tokenizer = build_tokenizer(chat_template={entry["name"]: entry["template"] for entry in both})
     template = build_chat_template(None, tokenizer)
     messages = [user("q"), assistant("a")]
     assert template.encode(messages, "row")[0][0].tolist() == segments(tokenizer, messages)[0]

@@ -99,7 +99,7 @@ def test_supervised_training_goes_on_the_next_day_with_the_same_tokens(tmp_path,
             last = 2 if name == "whole" else number
             rows = tmp_path / "rows.jsonl"
             said = '{"messages": [{"role": "user", "content": "%d"}, {"role": "assistant", "content": "x"}]}\n'
-            rows.write_text("".join(said % each for each in range(40)))
+            rows.write_text("".join(said % index for index in range(40)))
             config = tiny_text_config(tmp_path, data={"chat_template": template_file(tmp_path)})
             config["data"] = {"train_path": str(rows), "chat_template": template_file(tmp_path), "datasets_type": kind}
             config["data"]["max_seq_len"] = 128

@@ -60,7 +60,7 @@ def text_config(
     (tmp_path / "model.yaml").write_text(yaml.safe_dump(described))
     if rows is None:
         rows = [conversation("hello", "world" * (index % 7 + 1)) for index in range(200)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     config = {
         "model": {"config_path": str(tmp_path / "model.yaml"), "tokenizer_path": "bytes"},
         "data": {"train_path": str(tmp_path / "rows.jsonl"), "max_seq_len": 128, **more.pop("data", {})},
@@ -73,9 +73,9 @@ def conversation(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
-def shown(found: Findings) -> str:
+def shown(findings: Findings) -> str:
     text = io.StringIO()
-    show_findings(found, Console(file=text, width=200))
+    show_findings(findings, Console(file=text, width=200))
     return text.getvalue()
 
 
@@ -107,10 +107,10 @@ def test_a_mistake_is_described_for_the_task_that_fits_best(tmp_path: Path) -> N
 
 def test_rows_are_counted_and_tokens_estimated(tmp_path: Path) -> None:
     path = text_config(tmp_path, train={"global_batch_size": 2})
-    found = check_config(path)
-    (source,) = found.data.training
+    result = check_config(path)
+    (source,) = result.data.training
     assert (source.num_rows, source.num_looked_at, source.bad_rows) == (200, 128, [])
-    assert found.exit_code == FITS and not found.data.steps_are_exact and not found.data.tokens_are_exact
+    assert result.exit_code == FITS and not result.data.steps_are_exact and not result.data.tokens_are_exact
 
     config = load_config(TrainTextConfig, path)
     tokenizer = build_tokenizer(config.model)
@@ -119,12 +119,12 @@ def test_rows_are_counted_and_tokens_estimated(tmp_path: Path) -> None:
         loader = build_text_loader(
             config.data, config.train, 0, transform, sources, mesh, print, lambda items, count: iter(items)
         )
-    assert found.data.tokens == pytest.approx(loader.tokens_per_epoch, rel=0.1)
-    assert found.data.num_steps == pytest.approx(loader.total_steps, rel=0.15)
+    assert result.data.tokens == pytest.approx(loader.tokens_per_epoch, rel=0.1)
+    assert result.data.num_steps == pytest.approx(loader.total_steps, rel=0.15)
     again = check_config(path)
     assert again.data.steps_are_exact and again.data.tokens_are_exact, "the tokens lie in the run folder now"
     assert (again.data.num_steps, again.data.tokens) == (loader.total_steps, loader.tokens_per_epoch)
-    assert "about" in shown(found).split("steps")[0] and "about" not in shown(again).split("Qwen3")[0]
+    assert "about" in shown(result).split("steps")[0] and "about" not in shown(again).split("Qwen3")[0]
 
 
 @pytest.mark.parametrize(
@@ -139,19 +139,19 @@ def test_rows_are_counted_and_tokens_estimated(tmp_path: Path) -> None:
 def test_bad_rows_are_named_and_stop_it_or_not(tmp_path: Path, bad: dict[str, Any], message: str) -> None:
     rows = [conversation("a", "b") for _ in range(5)]
     rows[2] = bad
-    found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip"}))
-    assert found.exit_code == WRONG
-    assert len(found.problems) == 1 and "rows.jsonl" in found.problems[0] and message in found.problems[0]
-    assert "data.max_bad_rows leaves such rows out" in found.notes
-    found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip", "max_bad_rows": 1}))
-    assert found.exit_code == FITS and message in found.notes[0]
-    assert "1 of the 5 rows that were looked at are bad" in shown(found)
+    result = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip"}))
+    assert result.exit_code == WRONG
+    assert len(result.problems) == 1 and "rows.jsonl" in result.problems[0] and message in result.problems[0]
+    assert "data.max_bad_rows leaves such rows out" in result.notes
+    result = check_config(text_config(tmp_path, rows=rows, data={"overlong": "skip", "max_bad_rows": 1}))
+    assert result.exit_code == FITS and message in result.notes[0]
+    assert "1 of the 5 rows that were looked at are bad" in shown(result)
 
 
 def test_a_row_that_is_too_long_stops_it_unless_it_may_be_left_out(tmp_path: Path) -> None:
     rows = [conversation("a", "b"), conversation("long", "x" * 500)]
-    found = check_config(text_config(tmp_path, rows=rows, data={"overlong": "stop", "max_bad_rows": 5}))
-    assert found.exit_code == WRONG and "128" in found.problems[0]
+    result = check_config(text_config(tmp_path, rows=rows, data={"overlong": "stop", "max_bad_rows": 5}))
+    assert result.exit_code == WRONG and "128" in result.problems[0]
 
 
 def test_files_and_models_that_are_missing_are_named_together(tmp_path: Path) -> None:
@@ -159,13 +159,13 @@ def test_files_and_models_that_are_missing_are_named_together(tmp_path: Path) ->
         "model": {"model_path": str(tmp_path / "none"), "config_path": None, "tokenizer_path": "bytes"},
         "data": {"train_path": "nowhere.jsonl"},
     }
-    found = check_config(text_config(tmp_path), overrides)
-    assert found.exit_code == WRONG and len(found.problems) == 2
-    assert "nowhere.jsonl" in found.problems[0] and "is not a model folder" in found.problems[1]
-    found = check_config(text_config(tmp_path), {"train": {"trackers": ["tensorbord"]}})
-    assert found.exit_code == WRONG and "unknown tracker 'tensorbord'" in found.problems[0]
-    found = check_config(text_config(tmp_path), overrides, with_data=False)
-    assert len(found.problems) == 1 and found.data is None
+    result = check_config(text_config(tmp_path), overrides)
+    assert result.exit_code == WRONG and len(result.problems) == 2
+    assert "nowhere.jsonl" in result.problems[0] and "is not a model folder" in result.problems[1]
+    result = check_config(text_config(tmp_path), {"train": {"trackers": ["tensorbord"]}})
+    assert result.exit_code == WRONG and "unknown tracker 'tensorbord'" in result.problems[0]
+    result = check_config(text_config(tmp_path), overrides, with_data=False)
+    assert len(result.problems) == 1 and result.data is None
 
 
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,17 +174,17 @@ def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: 
     enough = check_config(path, device_gib=100)
     total = enough.model.largest.total
     assert enough.exit_code == FITS and not enough.model.advice and enough.needed_bytes > total
-    found = check_config(path, device_gib=0.6 * total / 2**30, show=True)
+    result = check_config(path, device_gib=0.6 * total / 2**30, show=True)
     said = capsys.readouterr()
     assert "check: building the model" in said.err and "check: what would need less memory  step 6/6" in said.err
     assert not said.out
-    assert found.exit_code == DOES_NOT_FIT
-    advice = dict(found.model.advice)
-    assert advice["train.activation_checkpointing full"] < 0.8 * found.needed_bytes
+    assert result.exit_code == DOES_NOT_FIT
+    advice = dict(result.model.advice)
+    assert advice["train.activation_checkpointing full"] < 0.8 * result.needed_bytes
     assert "these together: activation_checkpointing, chunked_loss" in advice
     full = check_config(path, {"train": {"activation_checkpointing": "full"}}, device_gib=100)
     assert advice["train.activation_checkpointing full"] == full.needed_bytes
-    text = shown(found)
+    text = shown(result)
     assert "does not fit" in text and "what would help" in text and "chunked_loss true" in text
 
 
@@ -198,15 +198,15 @@ def test_host_memory_and_disk_are_predicted_and_compared(tmp_path: Path) -> None
     enough = check_config(path, device_gib=100, host_gib=8)
     assert enough.exit_code == FITS and "on disk: checkpoints" in shown(enough)
 
-    found = check_config(path)
-    assert found.host.memory_bytes and found.host.disk_bytes and found.exit_code == FITS
+    result = check_config(path)
+    assert result.host.memory_bytes and result.host.disk_bytes and result.exit_code == FITS
     run = run_task_here("train_text", read_yaml(path))
     for name, folder, copies in (("checkpoints", "checkpoints", 4), ("hf_ckpt", "hf_ckpt", 2)):
         written = sum(
             file.stat().st_size for file in (run / folder).rglob("*") if file.suffix in (".distcp", ".safetensors")
         )
         # a tensor of a checkpoint has about 1.5 kB beside its numbers
-        assert 1 <= copies * written / found.host.disk[name] < 1.5
+        assert 1 <= copies * written / result.host.disk[name] < 1.5
     meta = {"train": {"init_device": "meta"}}
     drawn = check_config(path, meta, device_gib=100, with_data=False)
     assert drawn.host.moments["start: rank 0 draws the whole model"] == 4 * drawn.model.num_parameters
@@ -216,8 +216,8 @@ def test_host_memory_and_disk_are_predicted_and_compared(tmp_path: Path) -> None
 
 
 def test_sizes_are_those_of_the_model(tmp_path: Path) -> None:
-    found = check_config(text_config(tmp_path, kind="qwen3_moe"))
-    model = found.model
+    result = check_config(text_config(tmp_path, kind="qwen3_moe"))
+    model = result.model
     assert model.num_trained == model.num_parameters and model.num_active < model.num_parameters
     lora = check_config(text_config(tmp_path), {"model": {"lora": {"rank": 4}}}).model
     assert lora.num_trained < lora.num_parameters / 2
@@ -237,28 +237,28 @@ def test_ranks_are_the_fewest_that_are_possible(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_model_that_cannot_be_cut_is_a_problem_as_in_the_run(tmp_path: Path) -> None:
-    found = check_config(text_config(tmp_path, train={"tensor_parallel_size": 3}), num_ranks=3, with_data=False)
-    assert found.exit_code == WRONG and "heads" in found.problems[0]
-    found = check_config(text_config(tmp_path, train={"expert_parallel_size": 2}), num_ranks=2, with_data=False)
-    assert found.exit_code == WRONG and "no experts" in found.problems[0]
+    result = check_config(text_config(tmp_path, train={"tensor_parallel_size": 3}), num_ranks=3, with_data=False)
+    assert result.exit_code == WRONG and "heads" in result.problems[0]
+    result = check_config(text_config(tmp_path, train={"expert_parallel_size": 2}), num_ranks=2, with_data=False)
+    assert result.exit_code == WRONG and "no experts" in result.problems[0]
     settings = {"pipeline_parallel_size": 2, "chunked_loss": True, "global_batch_size": 4}
-    found = check_config(text_config(tmp_path, train=settings), num_ranks=2, with_data=False)
-    assert found.exit_code == WRONG and "chunked_loss" in found.problems[0]
+    result = check_config(text_config(tmp_path, train=settings), num_ranks=2, with_data=False)
+    assert result.exit_code == WRONG and "chunked_loss" in result.problems[0]
 
 
 def test_stages_are_shown_side_by_side(tmp_path: Path) -> None:
     path = text_config(tmp_path, train={"pipeline_parallel_size": 3, "global_batch_size": 6})
-    found = check_config(path, num_ranks=3, device_gib=1, with_data=False)
-    assert len(found.model.ranks) == 3 and "stage 2" in shown(found)
+    result = check_config(path, num_ranks=3, device_gib=1, with_data=False)
+    assert len(result.model.ranks) == 3 and "stage 2" in shown(result)
 
 
 @pytest.mark.parametrize(("dtype", "share"), [("fp32", 1.0), ("bf16", 0.5)])
 def test_preference_training_has_a_reference(tmp_path: Path, dtype: str, share: float) -> None:
     pair = {"prompt": "1 + 1", "chosen": "2", "rejected": "3"}
     path = text_config(tmp_path, rows=[pair] * 9, data={"data_type": "preference"})
-    found = check_config(path, {"model": {"dtype": dtype}})
-    parts = found.model.largest.parts
-    assert (found.task, found.exit_code) == ("train_text_dpo", FITS)
+    result = check_config(path, {"model": {"dtype": dtype}})
+    parts = result.model.largest.parts
+    assert (result.task, result.exit_code) == ("train_text_dpo", FITS)
     assert parts["frozen reference"] == share * parts["gradients"]
     lora = check_config(path, {"model": {"dtype": dtype, "lora": {"rank": 2}}})
     assert "frozen reference" not in lora.model.largest.parts
@@ -272,12 +272,12 @@ def test_diffusion_tasks(tmp_path: Path, task: str) -> None:
         "train_dit_dpo": lambda: tiny_dit_dpo_config(tmp_path),
         "rl_diffusion": lambda: tiny_rl_config(tmp_path, **with_kl),
     }[task]()
-    found = check_config(write_config(config, tmp_path / "run.yaml"))
-    assert (found.task, found.exit_code, found.data.num_steps) == (task, FITS, 6)
-    assert found.data.images_per_step == {"train_dit": 4, "train_dit_dpo": 8, "rl_diffusion": 16}[task]
-    parts = found.model.largest.parts
+    result = check_config(write_config(config, tmp_path / "run.yaml"))
+    assert (result.task, result.exit_code, result.data.num_steps) == (task, FITS, 6)
+    assert result.data.images_per_step == {"train_dit": 4, "train_dit_dpo": 8, "rl_diffusion": 16}[task]
+    parts = result.model.largest.parts
     assert parts.get("frozen reference", 0) == (0 if task == "train_dit" else parts["gradients"])
-    assert parts["frozen vae"] > 0 and "SD3Transformer2DModel" in shown(found)
+    assert parts["frozen vae"] > 0 and "SD3Transformer2DModel" in shown(result)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
@@ -287,19 +287,19 @@ def test_weights_of_a_denoiser_are_counted_in_their_precision(tmp_path: Path, dt
     path = write_config(config, tmp_path / "run.yaml")
     parts = check_config(path).model.largest.parts
     denoiser = build_diffusion_model(load_config(TrajectoryRLConfig, path).model).denoiser
-    trained = sum(each.numel() for each in denoiser.parameters() if each.requires_grad)
-    assert parts["weights"] == sum(each.nbytes for each in (*denoiser.parameters(), *denoiser.buffers()))
+    trained = sum(parameter.numel() for parameter in denoiser.parameters() if parameter.requires_grad)
+    assert parts["weights"] == sum(parameter.nbytes for parameter in (*denoiser.parameters(), *denoiser.buffers()))
     assert parts["gradients"] == 4 * trained
 
 
 def test_pairs_of_images(tmp_path: Path) -> None:
-    rows = [{"prompt": "x", "chosen": "gone.png", "rejected": "b.png", "better": each} for each in (1, 0.5, 0)]
-    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in rows))
+    rows = [{"prompt": "x", "chosen": "gone.png", "rejected": "b.png", "better": value} for value in (1, 0.5, 0)]
+    (tmp_path / "pairs.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = {"data_type": "pairs", "train_path": str(tmp_path / "pairs.jsonl"), "label_key": "better"}
     data |= {"eval_path": data["train_path"]}
-    found = check_config(write_config(tiny_dit_dpo_config(tmp_path, data=data), tmp_path / "run.yaml"))
-    assert (found.task, found.exit_code, found.data.training[0].num_rows) == ("train_dit_dpo", WRONG, 2)
-    assert "pairs.jsonl, line 1: image file not found" in found.problems[0]
+    result = check_config(write_config(tiny_dit_dpo_config(tmp_path, data=data), tmp_path / "run.yaml"))
+    assert (result.task, result.exit_code, result.data.training[0].num_rows) == ("train_dit_dpo", WRONG, 2)
+    assert "pairs.jsonl, line 1: image file not found" in result.problems[0]
     lora = check_config(write_config(tiny_dit_dpo_config(tmp_path), tmp_path / "run.yaml"), {"model": {"lora": {}}})
     assert "frozen reference" not in lora.model.largest.parts and lora.exit_code == FITS
 
@@ -309,13 +309,13 @@ def test_a_model_that_is_made_first_is_predicted_from_what_makes_it(tmp_path: Pa
     config = yaml.safe_load(maker.read_text())
     made = Path(config["train"]["output_dir"]) / "hf_ckpt"
     config["model"] = {"model_path": str(made), "made_by": str(maker)}
-    found = check_config(write_config(config, tmp_path / "second.yaml"))
-    assert found.exit_code == FITS and found.model.num_parameters == check_config(maker).model.num_parameters
+    result = check_config(write_config(config, tmp_path / "second.yaml"))
+    assert result.exit_code == FITS and result.model.num_parameters == check_config(maker).model.num_parameters
 
 
 def test_findings_are_json(tmp_path: Path) -> None:
-    found = check_config(text_config(tmp_path), device_gib=10)
-    content = json.loads(found.to_json())
+    result = check_config(text_config(tmp_path), device_gib=10)
+    content = json.loads(result.to_json())
     assert content["exit_code"] == 0 and content["task"] == "train_text"
     assert content["needed_bytes"] > content["model"]["ranks"][0]["parts"]["weights"] > 0
 
@@ -349,9 +349,9 @@ def test_rl_with_vllm_is_predicted_before_its_model_is_downloaded(tmp_path: Path
     settings["model"] = {"config_path": str(tmp_path / "model.yaml"), "tokenizer_path": "bytes"}
     settings["rollout"] |= {"hybrid_engine": False, "engine": {"type": "vllm", "url": "http://127.0.0.1:9"}}
     path = write_config(settings, tmp_path / "run.yaml")
-    found = check_config(path, with_data=False)
-    assert found.exit_code == FITS and found.model.largest.parts["weights"] > 0, found.problems
-    assert "set model.model_path in the place of model.config_path" in found.notes[-1]
+    result = check_config(path, with_data=False)
+    assert result.exit_code == FITS and result.model.largest.parts["weights"] > 0, result.problems
+    assert "set model.model_path in the place of model.config_path" in result.notes[-1]
     with pytest.raises(ConfigError, match=r"vllm loads the model from its folder: set model\.model_path"):
         load_task("rl_text").main(load_config(TextRLConfig, path))
 
@@ -362,10 +362,10 @@ def test_a_pipeline_is_predicted_by_its_configuration_files_alone(tmp_path: Path
     folder = Path(str(load_config(TrajectoryRLConfig, path).model.model_path))
     for weights in folder.rglob("*.safetensors"):
         weights.unlink()
-    found = check_config(path, with_data=False)
-    assert found.exit_code == FITS and found.model.largest == before, found.problems
-    assert "the run needs weights of" in found.notes[-1] and "transformer" in found.notes[-1]
-    assert set(before.phases) == {DRAWING, DECODING, EMBEDDING} and DECODING in shown(found)
+    result = check_config(path, with_data=False)
+    assert result.exit_code == FITS and result.model.largest == before, result.problems
+    assert "the run needs weights of" in result.notes[-1] and "transformer" in result.notes[-1]
+    assert set(before.phases) == {DRAWING, DECODING, EMBEDDING} and DECODING in shown(result)
     with pytest.raises(ConfigError, match="has no weights: copy or download"):
         build_diffusion_model(load_config(TrajectoryRLConfig, path).model)
 

@@ -50,16 +50,16 @@ def test_the_whole_check_ends_with_2_here_and_with_a_note_for_another_machine(tm
         "rewards": [{"type": "http", "base_urls": ["http://127.0.0.1:9"], "api_key_env": "NO_SUCH_KEY"}]
     }
     path = write_config(config, tmp_path / "run.yaml")
-    found = check_config(path)
-    assert found.exit_code == WRONG and "NO_SUCH_KEY, which is not set" in found.problems[0]
+    result = check_config(path)
+    assert result.exit_code == WRONG and "NO_SUCH_KEY, which is not set" in result.problems[0]
     elsewhere = check_config(path, device_gib=80, with_data=False)
     assert elsewhere.exit_code == FITS and "not on this machine" in "".join(elsewhere.notes)
-    assert elsewhere.not_looked_at[0] == "the data" and not found.not_looked_at
+    assert elsewhere.not_looked_at[0] == "the data" and not result.not_looked_at
 
 
 def test_servers_are_not_asked_and_that_is_said(tmp_path: Path) -> None:
-    found = with_reward(tmp_path, type="http", base_urls=["http://127.0.0.1:9"])
-    assert found == ProgramFindings([], ["reward 'http': whether http://127.0.0.1:9 answer"])
+    result = with_reward(tmp_path, type="http", base_urls=["http://127.0.0.1:9"])
+    assert result == ProgramFindings([], ["reward 'http': whether http://127.0.0.1:9 answer"])
     assert "127.0.0.1:8 answers" in VllmSettings(url="http://127.0.0.1:8").check_installed()
     with pytest.raises(ConfigError, match="NO_SUCH_KEY is not set"):
         VllmSettings(url="http://127.0.0.1:8", api_key_env="NO_SUCH_KEY").check_installed()
@@ -89,8 +89,8 @@ def test_a_strangers_function_is_not_imported(tmp_path: Path) -> None:
     reward = {"type": "function", "path": f"{tmp_path / 'mine.py'}:score"}
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'w')\ndef score():\n    return 1\n")
     with code_of_configurations(trusted=False):
-        found = with_reward(tmp_path, **reward)
-    assert not (tmp_path / "imported").exists() and "--trust-code" in found.not_looked_at[0]
+        result = with_reward(tmp_path, **reward)
+    assert not (tmp_path / "imported").exists() and "--trust-code" in result.not_looked_at[0]
     assert "score" in with_reward(tmp_path, **reward).missing[0] and (tmp_path / "imported").exists()
 
 

@@ -30,13 +30,13 @@ PPO = {
 
 def test_a_critic_and_the_engine_take_what_was_predicted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = tiny_text_rl_config(tmp_path, **PPO)
-    found = check_model(load_config(TextRLConfig, overrides=settings), Layout(), on_gpu=False, limit=None).largest
+    result = check_model(load_config(TextRLConfig, overrides=settings), Layout(), on_gpu=False, limit=None).largest
     task, seen = load_task("rl_text"), []
     update = task.update_policy
 
     def update_policy(actor: Any, *args: Any) -> dict[str, float]:
         cache = actor.engine._policy._engine._rows._cache
-        seen.append((actor, sum(each.nbytes for layer in cache.layers for each in layer._tensors())))
+        seen.append((actor, sum(tensor.nbytes for layer in cache.layers for tensor in layer._tensors())))
         return update(actor, *args)
 
     monkeypatch.setattr(task, "update_policy", update_policy)
@@ -44,17 +44,17 @@ def test_a_critic_and_the_engine_take_what_was_predicted(tmp_path: Path, monkeyp
     ((actor, cache_bytes),) = seen
 
     def held(module: Any, optimizer: Any) -> tuple[int, int]:
-        states = [each for state in optimizer.state.values() for each in state.values()]
-        return sum(each.nbytes for each in module.parameters()), sum(each.nbytes for each in states)
+        states = [value for state in optimizer.state.values() for value in state.values()]
+        return sum(parameter.nbytes for parameter in module.parameters()), sum(state.nbytes for state in states)
 
     policy, state = held(actor.model.module, actor.state.optimizer)
     critic, its_state = held(actor.critic.state.module, actor.critic.state.optimizer)
-    assert (found.parts["optimiser state"], found.parts["critic: optimiser state"]) == (state, its_state)
-    assert (found.parts["gradients"], found.parts["critic: gradients"]) == (policy, critic)
-    assert found.parts["weights"] == pytest.approx(policy, rel=0.01)  # buffers are part of it
-    assert found.parts["critic: weights"] == pytest.approx(critic, rel=0.01)
-    assert found.parts[KEYS_AND_VALUES] == cache_bytes  # which the engine keeps during the update
-    assert COPY not in found.parts  # a single rank draws by the weights that it trains
+    assert (result.parts["optimiser state"], result.parts["critic: optimiser state"]) == (state, its_state)
+    assert (result.parts["gradients"], result.parts["critic: gradients"]) == (policy, critic)
+    assert result.parts["weights"] == pytest.approx(policy, rel=0.01)  # buffers are part of it
+    assert result.parts["critic: weights"] == pytest.approx(critic, rel=0.01)
+    assert result.parts[KEYS_AND_VALUES] == cache_bytes  # which the engine keeps during the update
+    assert COPY not in result.parts  # a single rank draws by the weights that it trains
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -66,7 +66,7 @@ def test_entropies_are_part_of_what_waits_for_the_backward_pass(chunked: bool, t
     settings |= {"model": model, "data": {**settings["data"], "max_prompt_tokens": LENGTH // 2}}
     settings["train"] |= {"micro_batch_size": 1, "chunked_loss": chunked, "mixed_precision": "no"}
     config = load_config(TextRLConfig, overrides=settings)
-    found = count_activations(planned_of(config, Layout(), on_gpu=False), config.train, Layout())
+    activations = count_activations(planned_of(config, Layout(), on_gpu=False), config.train, Layout())
     module = real("qwen3")
     saved, ids, head = Saved(module), torch.zeros(1, LENGTH, dtype=torch.int64), module.get_output_embeddings()
     if chunked:
@@ -74,7 +74,9 @@ def test_entropies_are_part_of_what_waits_for_the_backward_pass(chunked: bool, t
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
         output = module(input_ids=ids, position_ids=torch.arange(LENGTH)[None], use_cache=False).logits
         TokenScores(output, (1, LENGTH), head=head if chunked else None).log_probs_and_entropy(ids)
-    assert found.before + found.after + found.copies + sum(found.kept("none")) == pytest.approx(saved.total, rel=0.1)
+    assert activations.before + activations.after + activations.copies + sum(activations.kept("none")) == pytest.approx(
+        saved.total, rel=0.1
+    )
 
 
 def test_keys_and_values_are_those_of_transformers_cache(tmp_path: Path) -> None:
@@ -109,9 +111,9 @@ def test_what_an_actor_draws_follows_from_where_the_sampler_is(tmp_path: Path) -
     add_previous(memory, load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **late)))
     assert memory.parts["policy before the last update"] == 12
     planned = planned_of(apart, two, on_gpu=False)
-    found = drawing_bytes(planned, drawn, two, "fsdp2")
-    assert found[COPY] == sum(each.nbytes for each in planned.build().parameters()) + sum(
-        each.nbytes for each in planned.build().buffers()
+    result = drawing_bytes(planned, drawn, two, "fsdp2")
+    assert result[COPY] == sum(parameter.nbytes for parameter in planned.build().parameters()) + sum(
+        buffer.nbytes for buffer in planned.build().buffers()
     )
-    assert found[KEYS_AND_VALUES] == int(1e-5 * 2**30)  # the setting bounds them
+    assert result[KEYS_AND_VALUES] == int(1e-5 * 2**30)  # the setting bounds them
     assert COPY not in drawing_bytes(planned, drawn, two, "ddp")

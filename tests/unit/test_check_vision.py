@@ -36,8 +36,8 @@ def planned(tmp_path: Path, kind: str, **overrides: Any) -> Any:
 def really_saved(module: nn.Module, images: dict[str, torch.Tensor]) -> int:
     saved = Saved(module)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
-        found = tree_leaves(dict(module.get_image_features(**images)))
-        loss = torch.stack([leaf.float().sum() for leaf in found if isinstance(leaf, torch.Tensor)]).sum()
+        result = tree_leaves(dict(module.get_image_features(**images)))
+        loss = torch.stack([leaf.float().sum() for leaf in result if isinstance(leaf, torch.Tensor)]).sum()
     loss.backward()
     return saved.total
 
@@ -53,8 +53,8 @@ def test_what_encoders_keep_is_that_of_a_real_forward_pass(kind: str, tmp_path: 
     tokens = int(shapes.prod(axis=1).sum() * reader.tokens_per_patch)
     module = AutoModelForImageTextToText.from_config(read_model_config(config.model, sees=True)).train()
     expected = really_saved(module, reader.of_opened(pictures))
-    found = plan.encoder_bytes / config.data.max_seq_len * tokens
-    assert found == pytest.approx(expected, rel=0.15)
+    actual = plan.encoder_bytes / config.data.max_seq_len * tokens
+    assert actual == pytest.approx(expected, rel=0.15)
 
 
 @pytest.mark.parametrize(("freeze", "share"), [([], 1.0), ([r"visual\.(blocks|patch_embed|pos_embed)"], 0.5)])
@@ -70,11 +70,11 @@ def checked(tmp_path: Path, config: dict[str, Any], **settings: Any) -> Findings
 
 @pytest.mark.parametrize("kind", ["qwen3_vl", "internvl", pytest.param("qwen3_vl_moe", marks=pytest.mark.slow)])
 def test_a_run_that_fits_is_said_to_fit(kind: str, tmp_path: Path) -> None:
-    found = checked(tmp_path, tiny_vision_config(tmp_path, kind))
-    assert found.problems == [] and found.exit_code == FITS
-    assert found.data.training[0].num_tokens > 0 < found.data.training[0].longest
-    assert found.model.ranks[0].parts["activations of encoders"] > 0
-    assert any("every token were one of an image" in note for note in found.notes)
+    result = checked(tmp_path, tiny_vision_config(tmp_path, kind))
+    assert result.problems == [] and result.exit_code == FITS
+    assert result.data.training[0].num_tokens > 0 < result.data.training[0].longest
+    assert result.model.ranks[0].parts["activations of encoders"] > 0
+    assert any("every token were one of an image" in note for note in result.notes)
 
 
 def test_ranks_share_what_is_not_of_encoders(tmp_path: Path) -> None:
@@ -97,18 +97,20 @@ def test_ranks_share_what_is_not_of_encoders(tmp_path: Path) -> None:
 
 def test_rl_with_images_is_predicted_and_its_prompts_are_read(tmp_path: Path) -> None:
     config = tiny_vision_rl_config(tmp_path)
-    found = checked(tmp_path, config)
-    assert found.problems == [] and found.exit_code == FITS
-    assert found.model.ranks[0].parts["activations of encoders"] > 0 < found.data.training[0].num_tokens
+    result = checked(tmp_path, config)
+    assert result.problems == [] and result.exit_code == FITS
+    assert result.model.ranks[0].parts["activations of encoders"] > 0 < result.data.training[0].num_tokens
     (tmp_path / "broken.jsonl").write_text('{"prompt": "<image>What?", "images": ["none.png"], "answer": "1"}\n')
     config["data"]["train_path"] = str(tmp_path / "broken.jsonl")
     assert "none.png" in checked(tmp_path, config).problems[0]
 
 
 def test_what_is_not_predicted_is_said(tmp_path: Path) -> None:
-    found = checked(tmp_path, tiny_omni_config(tmp_path))
-    assert found.exit_code == FITS and found.model is None
-    assert "the data was not looked at" in found.notes[0] and "not predicted for tasks/train_omni.py" in found.notes[1]
+    result = checked(tmp_path, tiny_omni_config(tmp_path))
+    assert result.exit_code == FITS and result.model is None
+    assert (
+        "the data was not looked at" in result.notes[0] and "not predicted for tasks/train_omni.py" in result.notes[1]
+    )
     notes = check_config(ROOT / "configs/omni/image_tokenizer.yaml").notes
     assert "not predicted for tasks/train_image_tokenizer.py" in notes[0]
 
@@ -132,9 +134,11 @@ def test_the_head_of_every_image_is_read(tmp_path: Path) -> None:
         301: {"type": "image", "image": data_url(b"nothing")},
     }
     write_rows(Path(config["data"]["train_path"]), 600, broken, good)
-    found = checked(tmp_path, config)
-    assert found.exit_code == WRONG and found.data.training[0].num_heads + found.data.training[0].num_looked_at == 600
-    said = "\n".join(found.problems)
+    result = checked(tmp_path, config)
+    assert (
+        result.exit_code == WRONG and result.data.training[0].num_heads + result.data.training[0].num_looked_at == 600
+    )
+    said = "\n".join(result.problems)
     for row, name in ((71, "none.png"), (156, "page.png"), (302, "")):
         assert any(f"line {row}:" in line and name in line for line in said.splitlines()), said
     config["data"]["max_bad_rows"] = 3
@@ -147,5 +151,5 @@ def test_the_heads_of_videos_are_read(tmp_path: Path) -> None:
     assert checked(tmp_path, config).exit_code == FITS
     (tmp_path / "cut.avi").write_bytes(b"RIFF")
     write_rows(tmp_path / "media.jsonl", 300, {200: {"type": "video", "video": "cut.avi"}}, data_url(picture(16, 16)))
-    found = checked(tmp_path, config)
-    assert found.exit_code == WRONG and "line 201:" in found.problems[0] and "cut.avi" in found.problems[0]
+    result = checked(tmp_path, config)
+    assert result.exit_code == WRONG and "line 201:" in result.problems[0] and "cut.avi" in result.problems[0]

@@ -46,8 +46,8 @@ def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess
 def test_scripts_are_sound(script: Path) -> None:
     assert run("bash", "-n", script).returncode == 0
     if shutil.which("shellcheck"):
-        found = run("shellcheck", "-x", "-P", ROOT, script)
-        assert found.returncode == 0, found.stdout
+        result = run("shellcheck", "-x", "-P", ROOT, script)
+        assert result.returncode == 0, result.stdout
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
@@ -61,10 +61,10 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
         ("pre_stop.sh", [], "this is for a pod"),
     ):
         environment = {**state, "SLURM_JOB_ID": "", "KUBERNETES_SERVICE_HOST": "", "RAY_AUTH_TOKEN": ""}
-        found = run("bash", CLUSTER / script, *arguments, **environment)
-        assert found.returncode == 2 and words in found.stderr, found.stderr
-    found = run("bash", CLUSTER / "start_head.sh", **{**state, "PYTHON": "/no/python"})
-    assert found.returncode == 2 and "/no/python has no ray" in found.stderr
+        result = run("bash", CLUSTER / script, *arguments, **environment)
+        assert result.returncode == 2 and words in result.stderr, result.stderr
+    result = run("bash", CLUSTER / "start_head.sh", **{**state, "PYTHON": "/no/python"})
+    assert result.returncode == 2 and "/no/python has no ray" in result.stderr
 
 
 def test_stop_ends_what_a_pid_file_names_and_nothing_else(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ def test_stop_ends_what_a_pid_file_names_and_nothing_else(tmp_path: Path) -> Non
         children = run("ps", "-o", "pid=", "--ppid", str(node.pid)).stdout.split()
         (tmp_path / "old.pid").write_text(f"{bystander.pid} 1\n")
         (tmp_path / "head.pid").write_text(f"{node.pid} {started}\n")
-        found = run("bash", CLUSTER / "stop.sh", **state)
-        assert found.returncode == 0 and found.stdout.split() == ["stopped", "old", "stopped", "head"], found.stderr
+        result = run("bash", CLUSTER / "stop.sh", **state)
+        assert result.returncode == 0 and result.stdout.split() == ["stopped", "old", "stopped", "head"], result.stderr
         assert node.wait(timeout=5) == -signal.SIGKILL and bystander.poll() is None
         assert children and not run("ps", "-o", "args=", "-p", ",".join(children)).stdout.count("sleep 60")
         assert not list(tmp_path.glob("*.pid"))
@@ -95,10 +95,10 @@ def test_the_manifest_has_only_fields_that_kuberay_knows() -> None:
     cluster = job["spec"]["rayClusterSpec"]
     groups = cluster["workerGroupSpecs"]
     parts = [("RayJobSpec", job["spec"]), ("RayClusterSpec", cluster), ("HeadGroupSpec", cluster["headGroupSpec"])]
-    for kind, part in [*parts, *(("WorkerGroupSpec", each) for each in groups)]:
+    for kind, part in [*parts, *(("WorkerGroupSpec", group) for group in groups)]:
         assert set(part) <= set(FIELDS[kind].split()), kind
     assert cluster["authOptions"] == {"mode": "token"} and cluster["rayVersion"] == importlib.metadata.version("ray")
-    assert [each["groupName"] for each in groups] == ["gpus", "scorers"]
+    assert [group["groupName"] for group in groups] == ["gpus", "scorers"]
     for group in [cluster["headGroupSpec"], *groups]:
         assert all(isinstance(value, str) for value in group["rayStartParams"].values())
         _check_pod(group["template"]["spec"])
@@ -110,8 +110,8 @@ def _check_pod(pod: dict[str, Any]) -> None:
     command = container["lifecycle"]["preStop"]["exec"]["command"]
     assert (ROOT / command[1]).is_file() and pod["terminationGracePeriodSeconds"] > int(command[2])
     assert container["resources"]["requests"] == container["resources"]["limits"]
-    mounts = {each["mountPath"]: each["name"] for each in container["volumeMounts"]}
-    volumes = {each["name"]: each for each in pod["volumes"]}
+    mounts = {entry["mountPath"]: entry["name"] for entry in container["volumeMounts"]}
+    volumes = {volume["name"]: volume for volume in pod["volumes"]}
     assert "persistentVolumeClaim" in volumes[mounts["/runs"]]
     assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
 
@@ -124,14 +124,14 @@ def test_the_manifest_starts_a_task_that_exists() -> None:
 
 def test_the_image_copies_what_is_there_and_is_no_root() -> None:
     lines = (ROOT / "Containerfile").read_text().replace("\\\n", " ").splitlines()
-    words = [each.split() for each in lines if each and not each.startswith("#")]
-    copied = [name for each in words if each[0] == "COPY" and "--from" not in each[1] for name in each[1:-1]]
+    words = [line.split() for line in lines if line and not line.startswith("#")]
+    copied = [name for word in words if word[0] == "COPY" and "--from" not in word[1] for name in word[1:-1]]
     assert "pyproject.toml" in copied and all((ROOT / name).exists() for name in copied)
-    assert [each[1] for each in words if each[0] == "USER"] == ["1000"]
-    extras = next(each[1] for each in words if each[0] == "ARG" and each[1].startswith("EXTRAS="))
+    assert [word[1] for word in words if word[0] == "USER"] == ["1000"]
+    extras = next(word[1] for word in words if word[0] == "ARG" and word[1].startswith("EXTRAS="))
     known = importlib.metadata.metadata("sfumato").get_all("Provides-Extra")
     assert set(extras.removeprefix("EXTRAS=").split(",")) - {"ray"} <= set(known)
-    installed = next(each for each in words if each[:2] == ["RUN", "apt-get"])
+    installed = next(word for word in words if word[:2] == ["RUN", "apt-get"])
     assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed), "what NCCL needs for InfiniBand"
     assert "://" not in "\n".join(lines), "addresses of registries are build arguments"
 
@@ -184,13 +184,13 @@ def test_the_dashboard_of_a_cluster_on_kubernetes_asks_for_a_token() -> None:
 
 
 def test_constraints_hold_what_ray_needs() -> None:
-    pinned = {Requirement(each).name.lower() for each in _lines("constraints.txt")}
+    pinned = {Requirement(line).name.lower() for line in _lines("constraints.txt")}
     wanted = [Requirement(each) for each in importlib.metadata.requires("ray") or []]
     assert {each.name.lower() for each in wanted if each.marker is None} | {"ray"} <= pinned
 
 
 def _lines(name: str) -> list[str]:
-    return [each for each in (ROOT / name).read_text().splitlines() if each and not each.startswith("#")]
+    return [line for line in (ROOT / name).read_text().splitlines() if line and not line.startswith("#")]
 
 
 @pytest.fixture
@@ -218,28 +218,28 @@ def test_two_nodes_start_fit_together_and_stop(place: dict[str, str]) -> None:
     port = int(place["RAY_PORT"])
     options = ["--num-cpus", "1", "--object-store-memory", "100000000"]
     client = ["--ray-client-server-port", str(port + 1)]
-    found = run("bash", CLUSTER / "start_head.sh", *options, *client, **place)
-    assert found.returncode == 0, found.stderr
+    result = run("bash", CLUSTER / "start_head.sh", *options, *client, **place)
+    assert result.returncode == 0, result.stderr
     # Ray gives a machine with a route out its address there, whatever it was told
-    address = re.search(rf"the cluster's address: (\S+:{port})\n", found.stdout)[1]
-    assert f"start_worker.sh {address}" in found.stdout
+    address = re.search(rf"the cluster's address: (\S+:{port})\n", result.stdout)[1]
+    assert f"start_worker.sh {address}" in result.stdout
     token = Path(place["RAY_AUTH_TOKEN_PATH"])
-    assert token.stat().st_mode & 0o077 == 0 and token.read_text().strip() not in found.stdout
-    found = run("bash", CLUSTER / "start_worker.sh", address, *options, **place)
-    assert found.returncode == 0, found.stderr
-    found = run("bash", CLUSTER / "start_worker.sh", address, *options, **place)
-    assert found.returncode == 2 and "worker runs already on this machine" in found.stderr
+    assert token.stat().st_mode & 0o077 == 0 and token.read_text().strip() not in result.stdout
+    result = run("bash", CLUSTER / "start_worker.sh", address, *options, **place)
+    assert result.returncode == 0, result.stderr
+    result = run("bash", CLUSTER / "start_worker.sh", address, *options, **place)
+    assert result.returncode == 2 and "worker runs already on this machine" in result.stderr
     alone = ["env", "-u", "RAY_AUTH_MODE"]  # a driver finds the token without being told that there is one
     check = [*alone, sys.executable, CLUSTER / "check_nodes.py", address, "--shared", place["RAY_TMPDIR"]]
-    found = run(*check, "--nodes", "2", **place)
-    assert found.returncode == 0 and found.stdout.count("1 CPUs, 0 GPUs") == 2, found.stderr
-    found = run(*check, "--nodes", "3", "--wait-s", "0.5", **place)
-    assert found.returncode == 2 and "2 of 3 nodes have joined" in found.stderr
+    result = run(*check, "--nodes", "2", **place)
+    assert result.returncode == 0 and result.stdout.count("1 CPUs, 0 GPUs") == 2, result.stderr
+    result = run(*check, "--nodes", "3", "--wait-s", "0.5", **place)
+    assert result.returncode == 2 and "2 of 3 nodes have joined" in result.stderr
     token.write_text("another")
-    found = run(*check, "--nodes", "2", **place)
-    assert found.returncode == 2 and f"cannot connect to {address}" in found.stderr, found.stderr
-    found = run("bash", CLUSTER / "stop.sh", **place)
-    assert found.stdout.split() == ["stopped", "worker", "stopped", "head"]
+    result = run(*check, "--nodes", "2", **place)
+    assert result.returncode == 2 and f"cannot connect to {address}" in result.stderr, result.stderr
+    result = run("bash", CLUSTER / "stop.sh", **place)
+    assert result.stdout.split() == ["stopped", "worker", "stopped", "head"]
 
 
 TASK = """

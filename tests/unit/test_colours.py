@@ -47,7 +47,7 @@ def profile(space: bytes, tags: dict[bytes, bytes], kind: bytes = b"mntr", pcs: 
 
 
 def matrix_profile(colours_of: list[tuple[float, float, float]], curve: bytes) -> bytes:
-    red, green, blue = (xyz(*each) for each in colours_of)
+    red, green, blue = (xyz(*colour) for colour in colours_of)
     tags = {b"rXYZ": red, b"gXYZ": green, b"bXYZ": blue}
     return profile(b"RGB ", tags | {b"rTRC": curve, b"gTRC": curve, b"bTRC": curve})
 
@@ -86,8 +86,8 @@ def photograph() -> Image.Image:
 
 def converted(image: Image.Image, icc: bytes) -> np.ndarray:
     """By littlecms, as GIMP and browsers use it or its like."""
-    given, srgb = ImageCms.ImageCmsProfile(io.BytesIO(icc)), ImageCms.createProfile("sRGB")
-    return np.asarray(ImageCms.profileToProfile(image, given, srgb, outputMode="RGB")).astype(int)
+    image_cms_profile, srgb = ImageCms.ImageCmsProfile(io.BytesIO(icc)), ImageCms.createProfile("sRGB")
+    return np.asarray(ImageCms.profileToProfile(image, image_cms_profile, srgb, outputMode="RGB")).astype(int)
 
 
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "TIFF", "AVIF"])
@@ -96,8 +96,8 @@ def test_profiles_are_converted_in_every_format(kind: str, icc: bytes, least: fl
     image = photograph()
     content = written(image, kind, icc_profile=icc)
     stored = Image.open(io.BytesIO(content)).convert("RGB")
-    expected, found = converted(stored, icc), np.asarray(read_image(content, "row 1")).astype(int)
-    assert (found == expected).all()
+    expected, actual = converted(stored, icc), np.asarray(read_image(content, "row 1")).astype(int)
+    assert (actual == expected).all()
     assert abs(np.asarray(stored) - expected).mean() > least, "so it counts"
 
 
@@ -112,11 +112,11 @@ def test_profiles_of_other_modes(mode: str) -> None:
     content = written(image, kind, icc_profile=icc)
     stored = Image.open(io.BytesIO(content))
     base = {"L": "L", "LA": "L", "CMYK": "CMYK"}.get(mode, "RGB")
-    expected, found = converted(stored.convert(base), icc), np.asarray(read_image(content, "row 1")).astype(int)
+    expected, actual = converted(stored.convert(base), icc), np.asarray(read_image(content, "row 1")).astype(int)
     seen = slice(None, 110) if mode in {"LA", "RGBA"} else slice(None)
-    assert abs(found[:, seen] - expected[:, seen]).max() <= (0 if mode != "1" else 1)
+    assert abs(actual[:, seen] - expected[:, seen]).max() <= (0 if mode != "1" else 1)
     if mode in {"LA", "RGBA"}:
-        assert (found[:, 110:] == 255).all()
+        assert (actual[:, 110:] == 255).all()
     if mode != "1":
         raw = np.asarray(stored.convert(base).convert("RGB")).astype(int)
         assert abs(raw[:, seen] - expected[:, seen]).mean() > 1.5
@@ -124,9 +124,9 @@ def test_profiles_of_other_modes(mode: str) -> None:
 
 def test_a_grey_picture_with_a_profile_for_colours_is_grey_in_it() -> None:
     image = photograph().convert("L")
-    found = np.asarray(read_image(written(image, "JPEG", icc_profile=ADOBE), "row 1")).astype(int)
+    result = np.asarray(read_image(written(image, "JPEG", icc_profile=ADOBE), "row 1")).astype(int)
     stored = Image.open(io.BytesIO(written(image, "JPEG"))).convert("RGB")
-    assert (found == converted(stored, ADOBE)).all() and abs(found - np.asarray(stored)).max() >= 1
+    assert (result == converted(stored, ADOBE)).all() and abs(result - np.asarray(stored)).max() >= 1
 
 
 @pytest.mark.parametrize("icc", [SRGB, GREY_SRGB, ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()])
@@ -150,10 +150,10 @@ def test_a_profile_that_cannot_be_used_is_said_once_and_ignored(
     content = written(image, "TIFF", icc_profile=icc)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            found = np.asarray(read_image(content, "row 1"))
+            result = np.asarray(read_image(content, "row 1"))
     said = [record for record in caplog.records if "colour profile" in record.getMessage()]
     assert len(said) == 1 and "read as sRGB without it" in said[0].getMessage()
-    assert (found == np.asarray(image.convert("RGB"))).all()
+    assert (result == np.asarray(image.convert("RGB"))).all()
 
 
 def test_a_png_that_says_its_gamma_is_shown_so() -> None:
@@ -189,5 +189,5 @@ def test_colours_of_hdr_and_wider_ranges_that_pillow_does_not_convert_are_refuse
 def test_deep_pictures_go_through_their_profile_too() -> None:
     values = np.linspace(0, 65535, 256).astype(np.uint16).reshape(16, 16)
     icc = with_chunk(png_16(values), b"iCCP", b"x\0\0" + zlib.compress(GREY))
-    found = np.asarray(read_image(icc, "row 1")).astype(int)
-    assert (found == converted(Image.fromarray((values >> 8).astype(np.uint8)), GREY)).all()
+    result = np.asarray(read_image(icc, "row 1")).astype(int)
+    assert (result == converted(Image.fromarray((values >> 8).astype(np.uint8)), GREY)).all()

@@ -83,5 +83,7 @@ def test_compiled_blocks_sample_and_replay_as_plain_ones(family: str, tmp_path: 
     log_ratio = objective.ratio(new, part.sampled_steps()).log_ratio
     Replay(replay_errors(log_ratio, TRAINED), TRAINED, torch.float32, objective.replay_tolerance).check()
     log_ratio.sum().backward()
-    with_gradient = [each for each in model.denoiser.parameters() if each.grad is not None and each.grad.any()]
+    with_gradient = [
+        parameter for parameter in model.denoiser.parameters() if parameter.grad is not None and parameter.grad.any()
+    ]
     assert len(with_gradient) > 5

@@ -40,10 +40,10 @@ def numbers_of(model: LanguageModel) -> list[float]:
     """Losses of rows of many lengths, one after the other, and log-probabilities without gradients."""
     given = samples()
     rows = [batch(given[: count + 1]) for count in range(NUM_ROWS)]
-    found = [*model.forward_backward(rows, sum_of_losses)]
+    results = [*model.forward_backward(rows, sum_of_losses)]
     log_probs = model.token_log_probs(rows[:3])
-    assert [each.shape for each in log_probs] == [row.labels.shape for row in rows[:3]]
-    return found + [float(each.sum()) for each in log_probs]
+    assert [log_prob.shape for log_prob in log_probs] == [row.labels.shape for row in rows[:3]]
+    return results + [float(log_prob.sum()) for log_prob in log_probs]
 
 
 @pytest.mark.parametrize(
@@ -54,9 +54,9 @@ def test_rows_of_many_lengths_take_few_graphs(multiple, graphs, compiler, tmp_pa
     expected = numbers_of(build(describe(tmp_path)))
     model = build(describe(tmp_path), compile=True, pad_to_multiple_of=multiple)
     assert numbers_of(model) == pytest.approx(expected, rel=1e-5)
-    found = compiler["unique_graphs"]
-    assert 0 < found <= 2 * PARTS * graphs  # with gradients and without
-    assert numbers_of(model) and compiler["unique_graphs"] == found  # nothing is compiled again
+    actual = compiler["unique_graphs"]
+    assert 0 < actual <= 2 * PARTS * graphs  # with gradients and without
+    assert numbers_of(model) and compiler["unique_graphs"] == actual  # nothing is compiled again
 
 
 @pytest.mark.parametrize(("precision", "recompute"), [("bf16", "full"), ("no", "selective")])

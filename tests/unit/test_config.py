@@ -285,13 +285,16 @@ def test_overrides_that_contradict_each_other(dit_file):
 
 def test_override_of_a_list_entry_by_index_keeps_the_rest(rl_file):
     rewards = rl(rl_file, "--reward.rewards.0.weight", "2").reward.rewards
-    assert [each.type for each in rewards] == ["ocr", "jpeg_compressibility"]
+    assert [reward.type for reward in rewards] == ["ocr", "jpeg_compressibility"]
     assert (rewards[0].weight, rewards[0].detect, rewards[1].weight) == (2.0, False, 0.5)
 
 
 def test_an_index_behind_the_last_appends(rl_file):
     rewards = rl(rl_file, "--reward.rewards.2.type", "brightness", "--reward.rewards.2.weight", "3").reward.rewards
-    assert [(each.type, each.weight) for each in rewards[1:]] == [("jpeg_compressibility", 0.5), ("brightness", 3.0)]
+    assert [(reward.type, reward.weight) for reward in rewards[1:]] == [
+        ("jpeg_compressibility", 0.5),
+        ("brightness", 3.0),
+    ]
 
 
 def test_an_index_further_behind_is_out_of_range(rl_file):
@@ -592,10 +595,10 @@ def annotated_parts(annotation):
 
 
 def test_the_walk_finds_what_is_known_to_be_there():
-    found = {path: (variant, section) for path, variant, section, _ in fields_of(TrajectoryRLConfig)}
-    assert found["reward.rewards"][0] == Variant("sfumato.rewards")
-    assert found["algorithm.dynamics"][0] == Variant("sfumato.algorithms.dynamics")
-    assert "model.lora.rank" in found and "data.glyphs.held_out" in found and found["model.lora"][1] is not None
+    results = {path: (variant, section) for path, variant, section, _ in fields_of(TrajectoryRLConfig)}
+    assert results["reward.rewards"][0] == Variant("sfumato.rewards")
+    assert results["algorithm.dynamics"][0] == Variant("sfumato.algorithms.dynamics")
+    assert "model.lora.rank" in results and "data.glyphs.held_out" in results and results["model.lora"][1] is not None
 
 
 @pytest.mark.parametrize("schema", [*SCHEMAS, RewardServerConfig], ids=lambda schema: schema.__name__)
@@ -653,10 +656,10 @@ def test_the_whole_surface_stays_small():
             for cls in find_variants(variant.source).values() if variant else []:
                 if modality and getattr(cls, "modality", "") not in ("", modality):
                     continue  # which this task refuses
-                own = {(declaring_class(cls, each.name), each.name) for each in dataclasses.fields(cls)}
+                own = {(declaring_class(cls, field.name), field.name) for field in dataclasses.fields(cls)}
                 special = [name for declaring, name in own if declaring is not Reward]
                 assert len(special) <= 14, f"{cls.__name__} has {len(special)} fields"
-                parts |= {(variant.source, each.name) for each in dataclasses.fields(cls)}  # one name, one meaning
+                parts |= {(variant.source, field.name) for field in dataclasses.fields(cls)}  # one name, one meaning
         limit = 280 if schema is TextRLConfig else 250
         assert len(sections) + len(parts) < limit, f"{schema.__name__}: {len(sections)} fields, {len(parts)} of parts"
         everywhere |= sections

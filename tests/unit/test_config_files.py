@@ -136,7 +136,7 @@ def test_no_typo_in_a_shipped_config_goes_unnoticed(path):
             # without its type nothing is known about the other keys of a part, so the missing type is the mistake
             assert f"--{dotted(place[:-1])}: needs a key 'type'" in message, message
             continue
-        line = next((each for each in message.splitlines() if each.startswith(f"--{dotted(wrong)}: ")), None)
+        line = next((line for line in message.splitlines() if line.startswith(f"--{dotted(wrong)}: ")), None)
         assert line is not None, f"{dotted(wrong)} is not named in: {message}"
         assert f"unknown key; did you mean {place[-1]!r}?" in line, line
 
@@ -163,13 +163,13 @@ def test_text_is_read_beside_the_process_that_launches_kernels():
     for path in files:
         reward = read_yaml(path)["reward"]
         assert reward["num_workers"] > 1, path.name
-        assert all(each["process"] for each in reward["rewards"] if each["type"] == "ocr"), path.name
+        assert all(part["process"] for part in reward["rewards"] if part["type"] == "ocr"), path.name
 
 
 @pytest.mark.parametrize("path", DESCRIPTIONS, ids=relative)
 def test_shipped_model_descriptions_build(path):
     model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=8))
-    assert 0 < sum(each.numel() for each in model.denoiser.parameters()) < 10_000_000
+    assert 0 < sum(parameter.numel() for parameter in model.denoiser.parameters()) < 10_000_000
 
 
 @pytest.mark.parametrize("path", DESCRIPTIONS, ids=relative)
@@ -268,7 +268,7 @@ def made_tiny(path, tmp_path):
     if synthetic.get("problem") in MADE_BY:
         pytest.importorskip(MADE_BY[synthetic["problem"]])
     if task.startswith("train_text"):
-        kind = next((each for each in KINDS if path.stem.startswith(each.replace("_moe", ""))), "qwen3")
+        kind = next((kind for kind in KINDS if path.stem.startswith(kind.replace("_moe", ""))), "qwen3")
         kind = "qwen3_moe" if "a3b" in path.stem or "a22b" in path.stem else kind
         data_type = content["data"]["data_type"]
         data_type = data_type["type"] if isinstance(data_type, dict) else data_type
@@ -322,7 +322,7 @@ def made_tiny(path, tmp_path):
 def tiny_adapters(content, train, tmp_path):
     """A tiny model of the family that the file names, on glyphs; of videos a few frames."""
     named = str(content["model"]["model_path"])
-    describe, size, tokens, needs = next(each for name, each in TINY_FAMILIES.items() if name in named)
+    describe, size, tokens, needs = next(tiny_family for name, tiny_family in TINY_FAMILIES.items() if name in named)
     if needs:
         pytest.importorskip(needs)
     write_tiny_pipeline(tmp_path / "pipeline", described=describe(), tokens=tokens)
@@ -408,7 +408,9 @@ def tiny_rl_parts(content, tmp_path):
     """A tiny model of the family that the file names, glyphs and brightness; steps and guidance stay the file's."""
     named = str(content["model"].get("model_path"))  # none: a description of tiny Stable Diffusion 3
     content["model"].pop("family", None)  # of a folder that another task makes: tests/e2e/test_train_omni_flow.py
-    describe, size, tokens, needs = next((each for name, each in TINY_FAMILIES.items() if name in named), TINY_SD3)
+    describe, size, tokens, needs = next(
+        (tiny_family for name, tiny_family in TINY_FAMILIES.items() if name in named), TINY_SD3
+    )
     if needs:
         pytest.importorskip(needs)
     write_tiny_pipeline(tmp_path / "pipeline", described=describe(), tokens=tokens)
@@ -526,8 +528,8 @@ def test_real_sizes_of_rl_fit_the_gpus_that_their_files_name(name):
     ranks, model = REAL_RL[name]
     described = {"model_path": None, "config_path": f"configs/text/models/{model}.yaml", "tokenizer_path": "bytes"}
     overrides = {"model": described, "rollout": {"engine": {"type": "embedded"}}}
-    found = check_config(ROOT / f"configs/text_rl/{name}.yaml", overrides, device_gib=80, with_data=False)
-    assert found.problems == [] and found.exit_code == 0 and found.layout.size == ranks
+    result = check_config(ROOT / f"configs/text_rl/{name}.yaml", overrides, device_gib=80, with_data=False)
+    assert result.problems == [] and result.exit_code == 0 and result.layout.size == ranks
 
 
 REAL_VISION = {  # file: GPUs, parameters in units of 10^9
@@ -544,9 +546,9 @@ def test_real_sizes_of_models_that_see_fit_the_gpus_that_their_files_name(name):
     ranks, billions = REAL_VISION[name]
     path = ROOT / f"configs/vision/{name}_sft.yaml"
     described = {"config_path": f"configs/vision/models/{name}.yaml", "model_path": None, "tokenizer_path": "bytes"}
-    found = check_config(path, {"model": described}, num_ranks=ranks, device_gib=80, with_data=False)
-    assert found.problems == [] and found.exit_code == 0, found.needed_bytes / 2**30
-    assert found.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    result = check_config(path, {"model": described}, num_ranks=ranks, device_gib=80, with_data=False)
+    assert result.problems == [] and result.exit_code == 0, result.needed_bytes / 2**30
+    assert result.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.slow
@@ -556,9 +558,9 @@ def test_real_sizes_fit_the_gpus_that_their_files_name(name):
     described = {"model_path": None, "config_path": f"configs/text/models/{model}.yaml", "tokenizer_path": "bytes"}
     gib = 16 if ranks == 1 else 80
     path = ROOT / f"configs/text/{name}.yaml"
-    found = check_config(path, {"model": described}, num_ranks=ranks, device_gib=gib, with_data=False)
-    assert found.problems == [] and found.exit_code == 0, found.needed_bytes / 2**30
-    assert found.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
+    result = check_config(path, {"model": described}, num_ranks=ranks, device_gib=gib, with_data=False)
+    assert result.problems == [] and result.exit_code == 0, result.needed_bytes / 2**30
+    assert result.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
 @pytest.mark.parametrize(

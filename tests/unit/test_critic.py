@@ -51,13 +51,13 @@ def make(tmp_path, critic=True, **settings):
 def given():
     """Two micro-batches with returns: whether the token is even."""
     batches = [batch(samples()[:4]), batch(samples()[4:])]
-    return [replace(each, returns=(each.input_ids % 2).float()) for each in batches]
+    return [replace(batch, returns=(batch.input_ids % 2).float()) for batch in batches]
 
 
 def run(critic, num_updates, first=0):
     """The clipped loss over the loss masks, old values being those before each update."""
     batches = given()
-    count = sum(each.num_labels for each in batches)
+    count = sum(micro_batch.num_labels for micro_batch in batches)
     metrics = []
 
     def loss(values, batch):
@@ -67,16 +67,16 @@ def run(critic, num_updates, first=0):
 
     for step in range(first, first + num_updates):
         old = critic.values(batches)
-        with_values = [replace(own, values=values) for own, values in zip(batches, old, strict=True)]
+        with_values = [replace(batch, values=values) for batch, values in zip(batches, old, strict=True)]
         metrics.append(critic.update(with_values, loss, step))
     return metrics
 
 
 def tensors(critic):
-    found = {name: parameter.detach().clone() for name, parameter in critic.model.module.named_parameters()}
+    results = {name: parameter.detach().clone() for name, parameter in critic.model.module.named_parameters()}
     for index, fields in critic.state.optimizer.state_dict()["state"].items():
-        found |= {f"{index}/{name}": torch.as_tensor(value).clone() for name, value in fields.items()}
-    return found
+        results |= {f"{index}/{name}": torch.as_tensor(value).clone() for name, value in fields.items()}
+    return results
 
 
 def save(state, root):
@@ -90,19 +90,19 @@ def test_updates_are_those_of_adamw_on_the_clipped_loss(tmp_path):
     """Against the same steps in plain torch; the loss falls and the policy stays."""
     state, critic = make(tmp_path)
     policy = copy.deepcopy(state.model.state_dict())
-    plain = critic.model.plain_with({name: each.clone() for name, each in critic.model.module.state_dict().items()})
+    plain = critic.model.plain_with({name: weight.clone() for name, weight in critic.model.module.state_dict().items()})
     optimizer = torch.optim.AdamW(plain.parameters(), lr=3e-3, weight_decay=0.0)
     metrics = run(critic, NUM_UPDATES)
     assert metrics[0]["critic/lr"] == 3e-3 and metrics[1]["critic/lr"] == pytest.approx(3e-3 * 3 / 4)
     assert metrics[-1]["critic/loss"] < 0.7 * metrics[0]["critic/loss"]
     assert all(torch.equal(value, policy[name]) for name, value in state.model.state_dict().items())
     batches = given()
-    count = sum(each.num_labels for each in batches)
+    count = sum(micro_batch.num_labels for micro_batch in batches)
     loss = 0.0
-    for each in batches:
-        hidden = plain.model(input_ids=each.input_ids, position_ids=each.position_ids).last_hidden_state
+    for micro_batch in batches:
+        hidden = plain.model(input_ids=micro_batch.input_ids, position_ids=micro_batch.position_ids).last_hidden_state
         values = plain.score(hidden)[..., 0]
-        loss = loss + (0.5 * (values - each.returns).square())[each.loss_mask].sum() / count
+        loss = loss + (0.5 * (values - micro_batch.returns).square())[micro_batch.loss_mask].sum() / count
     loss.backward()
     assert metrics[0]["critic/loss"] == pytest.approx(float(loss.detach()), rel=1e-5)
     norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
@@ -142,7 +142,9 @@ def test_a_critic_may_begin_from_a_reward_model(tmp_path):
     run(critic, 1)
     folder = tmp_path / "reward_model"
     folder.mkdir()
-    critic.model.save_export(folder, {name: each.clone() for name, each in critic.model.module.state_dict().items()})
+    critic.model.save_export(
+        folder, {name: weight.clone() for name, weight in critic.model.module.state_dict().items()}
+    )
     _, other = make(tmp_path, model_path=str(folder), lora={"rank": 2, "alpha": 4})
     batches = given()
     assert torch.equal(other.values(batches)[0], critic.values(batches)[0])
@@ -158,4 +160,4 @@ def test_a_return_that_is_not_finite_stops_before_the_update(tmp_path):
     batches[0].returns[0, 3] = np.nan
     with pytest.raises(NonFiniteError, match="critic, step 8"):
         critic.update(batches, lambda values, batch: (values - batch.returns).square().sum(), 7)
-    assert all(torch.equal(each, before[name]) for name, each in tensors(critic).items())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(critic).items())

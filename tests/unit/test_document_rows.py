@@ -50,9 +50,9 @@ def model(kind: str, attention: str, rows: RowLayout, chunked: bool = False) -> 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         module = AutoModelForCausalLM.from_config(config, attn_implementation=attention).train()
-    found = LanguageModel(module, build_byte_tokenizer(), None, lambda: module, None, chunked)
-    found._mesh, found.row_layout = Mesh(Layout(), torch.device("cpu")), rows
-    return found
+    language_model = LanguageModel(module, build_byte_tokenizer(), None, lambda: module, None, chunked)
+    language_model._mesh, language_model.row_layout = Mesh(Layout(), torch.device("cpu")), rows
+    return language_model
 
 
 def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -61,13 +61,13 @@ def gradients(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def check(kind: str, attention: str, rows: RowLayout, chunked: bool = False) -> None:
     """Against transformers' own module with its own attention, one document after the other."""
-    found, seen, count = model(kind, attention, rows, chunked), [], sum(LENGTHS) - len(LENGTHS)
+    actual, seen, count = model(kind, attention, rows, chunked), [], sum(LENGTHS) - len(LENGTHS)
 
     def loss(scores, batch):
         seen.append(scores.log_probs(batch.labels))
         return -seen[-1].sum() / count
 
-    total = sum(found.forward_backward([packed()], loss))
+    total = sum(actual.forward_backward([packed()], loss))
     plain = model(kind, "eager", rows).module
     alone = []
     for ids in documents():
@@ -79,7 +79,7 @@ def check(kind: str, attention: str, rows: RowLayout, chunked: bool = False) -> 
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=3e-5)
     assert total == pytest.approx(-float(theirs.mean()), rel=1e-5)
     expected = gradients(plain)
-    for name, gradient in gradients(found.module).items():
+    for name, gradient in gradients(actual.module).items():
         assert (gradient - expected[name]).norm() <= 1e-4 * expected[name].norm() + 1e-6, name
 
 

@@ -147,7 +147,7 @@ def test_a_picture_without_all_answers_has_no_value_and_counts_in_no_category(se
     ],
 )
 def test_a_table_with_a_broken_row_is_refused_by_its_line(server, tmp_path, change, row, message):
-    rows = [list(each) for each in ROWS]
+    rows = [list(row) for row in ROWS]
     for column, value in change.items():
         rows[row][column] = value
     path = write_table(tmp_path / "broken.csv", rows)

@@ -38,7 +38,7 @@ def test_masks_are_the_same_for_every_cut_of_batch_and_sequence():
     halves = [masks([7, 8]), masks(torch.tensor([9, 5]))]
     assert torch.equal(torch.cat(halves, 1), whole)
     order = torch.tensor([0, 9, 1, 8, 2, 7, 3, 6, 4, 5])
-    parts = [masks([7, 8, 9, 5], each, shape=(5, 6)) for each in order.split(5)]
+    parts = [masks([7, 8, 9, 5], word, shape=(5, 6)) for word in order.split(5)]
     assert torch.equal(torch.cat(parts, 2), whole[:, :, order])
     of_rows = torch.stack([order, order.flip(0), order, order])
     moved = masks([7, 8, 9, 5], of_rows)
@@ -171,8 +171,8 @@ def test_adapters_know_their_features():
     inject_adapter(dense, LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.2), ADAPTER)
     names = dense.state_dict().keys()
     keys = keyed_dropout(dense, 0)
-    found = [each for each in dense.modules() if isinstance(each, KeyedDropout)]
-    assert len(found) == 8 and {each.features for each in found} == {32, 64}
+    results = [module for module in dense.modules() if isinstance(module, KeyedDropout)]
+    assert len(results) == 8 and {each.features for each in results} == {32, 64}
     assert dense.state_dict().keys() == names
     with keys.batch(1, [3]):
         dense(input_ids=torch.arange(9)[None], use_cache=False)

@@ -60,11 +60,11 @@ def score(log: Log, requests) -> Scores:
     return Scores.cat([scores_of(group) for group in by_group.values()])
 
 
-def drawn(stream: RolloutStream, own: TextPromptLoader, more: DynamicSampling) -> list:
+def drawn(stream: RolloutStream, text_prompt_loader: TextPromptLoader, more: DynamicSampling) -> list:
     """Sample, group and prompt of all samples of each iteration."""
-    stream.requests, stream.more_groups = partial(requests_of, own), more
+    stream.requests, stream.more_groups = partial(requests_of, text_prompt_loader), more
     stream.generate, stream.score = generate, score
-    found = []
+    results = []
     for step, batch in stream.steps():
         made = {id_of(each): each for part in batch.rank_batches for handle in part.rollouts for each in handle.fetch()}
         places = {place: sample_id for part in batch.rank_batches for sample_id, place in part.sample_ids.items()}
@@ -72,29 +72,29 @@ def drawn(stream: RolloutStream, own: TextPromptLoader, more: DynamicSampling) -
         requests = [made[sample_id] for sample_id in sorted(made)]
         levels = np.concatenate([rewards_of([request]) for request in requests])
         np.testing.assert_array_equal(batch.scores.level, levels)
-        found.append([(request.sample_id, request.group_id, request.prompt_id) for request in requests])
+        results.append([(request.sample_id, request.group_id, request.prompt_id) for request in requests])
         stream.publish(version=step + 1)
-    return found
+    return results
 
 
 def id_of(request) -> int:
     return request.sample_id
 
 
-def expected(own: TextPromptLoader, iteration: int, limit: int) -> list:
+def expected(text_prompt_loader: TextPromptLoader, iteration: int, limit: int) -> list:
     """By the rule, place by place, without a stream."""
-    replacements, found = own.replacements(iteration, limit), []
-    for place, prompt in enumerate(own.groups(iteration)):
+    replacements, results = text_prompt_loader.replacements(iteration, limit), []
+    for place, prompt in enumerate(text_prompt_loader.groups(iteration)):
         group = place
         while True:
-            found += [(group * N + member, group, prompt) for member in range(N)]
+            results += [(group * N + member, group, prompt) for member in range(N)]
             if prompt % 3 and prompt != 5:
                 break
             group += P
             if group - P >= len(replacements):
                 break
             prompt = replacements[group - P]
-    return sorted(found)
+    return sorted(results)
 
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 12, 100])
@@ -102,15 +102,15 @@ def test_each_place_is_refilled_until_it_teaches(limit):
     own = loader()
     more = DynamicSampling(own, limit)
     one = make(Log(), more_groups=more)
-    found = drawn(one, own, more)
-    assert found == [expected(own, iteration, limit) for iteration in range(len(found))]
-    for iteration, samples in enumerate(found):
+    actual = drawn(one, own, more)
+    assert actual == [expected(own, iteration, limit) for iteration in range(len(actual))]
+    for iteration, samples in enumerate(actual):
         prompts = {group: prompt for _, group, prompt in samples}
         assert len(samples) == N * len(prompts) <= N * (P + limit) and len(set(prompts.values())) == len(prompts)
         if limit == 100:  # none is left that teaches nothing
             last = {group % P: prompt for group, prompt in sorted(prompts.items())}
             assert len(last) == P and all(prompt % 3 and prompt != 5 for prompt in last.values()), iteration
-    extra = [sampling_metrics([group for _, group, _ in samples], P)["rollout/extra_groups"] for samples in found]
+    extra = [sampling_metrics([group for _, group, _ in samples], P)["rollout/extra_groups"] for samples in actual]
     assert max(extra) >= 1 and max(extra) <= limit
 
 
@@ -126,7 +126,7 @@ def test_ranks_that_decide_by_themselves_draw_the_same():
     """As under torchrun: each rank is shown its own groups, and asks for its own."""
     own, size, meeting = loader(), 2, threading.Barrier(2, timeout=60)
     boxes: list = [None] * size
-    found: dict = {}
+    actual: dict = {}
 
     def rank_of(rank: int) -> None:
         more = DynamicSampling(loader(), 12)
@@ -142,14 +142,14 @@ def test_ranks_that_decide_by_themselves_draw_the_same():
 
         stream.roles = dataclasses.replace(stream.roles, together=together)
         stream.requests, stream.generate, stream.score = partial(requests_of, loader()), generate, score
-        found[rank] = []
+        actual[rank] = []
         for step, batch in stream.steps():
             ids = batch.rank_batches[0].sample_ids
             made = {id_of(each): each for handle in batch.rank_batches[0].rollouts for each in handle.fetch()}
             assert set(made) == set(ids)
             levels = [rewards_of([made[sample_id]])[0] for sample_id in ids]
             np.testing.assert_array_equal(batch.scores.level[list(ids.values())], levels)
-            found[rank].append([(each.sample_id, each.group_id, each.prompt_id) for each in made.values()])
+            actual[rank].append([(value.sample_id, value.group_id, value.prompt_id) for value in made.values()])
             stream.publish(version=step + 1)
 
     threads = [threading.Thread(target=rank_of, args=(rank,)) for rank in range(size)]
@@ -157,17 +157,19 @@ def test_ranks_that_decide_by_themselves_draw_the_same():
         thread.start()
     for thread in threads:
         thread.join(60)
-    together = [sorted(first + second) for first, second in zip(found[0], found[1], strict=True)]
+    together = [sorted(first + second) for first, second in zip(actual[0], actual[1], strict=True)]
     assert together == [expected(own, iteration, 12) for iteration in range(3)]
-    assert all(found[rank] for rank in range(size))
+    assert all(actual[rank] for rank in range(size))
 
 
 def test_optimiser_steps_hold_the_groups_that_teach_in_the_places_of_those_that_do_not():
     own = loader()
     samples = next(each for each in (expected(own, number, 100) for number in range(9)) if len(each) > N * P)
-    requests = [SampleRequest(*each) for each in samples]
+    requests = [SampleRequest(*sample) for sample in samples]
     rewards = np.concatenate([rewards_of([request]) for request in requests])
-    advantages = GroupAdvantage().compute(torch.tensor(rewards), torch.tensor([each.group_id for each in requests]))
+    advantages = GroupAdvantage().compute(
+        torch.tensor(rewards), torch.tensor([request.group_id for request in requests])
+    )
     config = SimpleNamespace(
         rollout=SimpleNamespace(num_prompts=P, n=N),
         algorithm=SimpleNamespace(whole_groups=False),

@@ -82,7 +82,9 @@ def test_scores_are_those_of_the_published_inference(folder):
     expected = published_scores(folder)
     assert abs(expected[0] - expected[1]) > 1e-3
     np.testing.assert_allclose(build(folder).score(samples()), expected, rtol=1e-4, atol=1e-5)
-    exchanged = [Sample(image=each.source, source=each.image, prompt=each.prompt, group_id=0) for each in samples()]
+    exchanged = [
+        Sample(image=sample.source, source=sample.image, prompt=sample.prompt, group_id=0) for sample in samples()
+    ]
     assert not np.allclose(build(folder).score(exchanged), expected, rtol=1e-4)
 
 
@@ -101,7 +103,7 @@ def test_folders_that_do_not_fit_are_named(tmp_path, folder):
     (copied / "chat_template.jinja").write_text(tiny.EDIT_CHAT)
     weights = load_file(copied / "model.safetensors")
     save_file(
-        {name: each for name, each in weights.items() if "head_1.5.bias" not in name}, copied / "model.safetensors"
+        {name: weight for name, weight in weights.items() if "head_1.5.bias" not in name}, copied / "model.safetensors"
     )
     with pytest.raises(ConfigError, match=r"missing keys: head_1\.5\.bias"):
         build(copied).prepare()

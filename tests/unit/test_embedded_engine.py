@@ -58,11 +58,15 @@ def plain_log_probs(module: nn.Module, request: GenerationRequest, drawn: Sequen
 
 
 def farthest(
-    module: nn.Module, requests: Sequence[GenerationRequest], found: Sequence[Completion], temperature: float
+    module: nn.Module, requests: Sequence[GenerationRequest], actual: Sequence[Completion], temperature: float
 ) -> float:
     return max(
-        float((plain_log_probs(module, request, one.token_ids, temperature) - torch.tensor(one.log_probs)).abs().max())
-        for request, one in zip(requests, found, strict=True)
+        float(
+            (plain_log_probs(module, request, sequence.token_ids, temperature) - torch.tensor(sequence.log_probs))
+            .abs()
+            .max()
+        )
+        for request, sequence in zip(requests, actual, strict=True)
     )
 
 
@@ -80,10 +84,10 @@ def test_log_probs_are_those_of_one_forward_pass_before_and_after_updates(kind: 
     engine = EmbeddedEngine(module)
     for version in range(3):
         engine.version = version
-        found = complete(engine, requests, WARM)
-        assert farthest(module, requests, found, 0.7) < 1e-5
-        assert {one for completion in found for one in completion.versions} == {version}
-        assert all(len(one.token_ids) == len(one.log_probs) == len(one.versions) for one in found)
+        result = complete(engine, requests, WARM)
+        assert farthest(module, requests, result, 0.7) < 1e-5
+        assert {version for completion in result for version in completion.versions} == {version}
+        assert all(len(sequence.token_ids) == len(sequence.log_probs) == len(sequence.versions) for sequence in result)
         assert module.training
         change(module, version)
         engine.flush()
@@ -125,11 +129,13 @@ def test_other_architectures_are_drawn_with_in_the_way_that_is_right(name: str, 
         module = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager")
     requests = make_requests()
     engine = EmbeddedEngine(module, max_length=80)
-    found = complete(engine, requests, WARM)
+    result = complete(engine, requests, WARM)
     assert type(engine._rows).__name__ == kind
-    assert farthest(module, requests, found, 0.7) < 1e-5
+    assert farthest(module, requests, result, 0.7) < 1e-5
     few = EmbeddedEngine(module, max_length=80, max_batch_size=3)
-    assert [one.token_ids for one in complete(few, requests, WARM)] == [one.token_ids for one in found]
+    assert [sequence.token_ids for sequence in complete(few, requests, WARM)] == [
+        sequence.token_ids for sequence in result
+    ]
     change(module, 1)
     engine.flush()
     assert farthest(module, requests, complete(engine, requests, WARM), 0.7) < 1e-5
@@ -138,9 +144,9 @@ def test_other_architectures_are_drawn_with_in_the_way_that_is_right(name: str, 
 def test_a_model_that_looks_ahead_is_refused() -> None:
     class LooksAhead(type(make_module())):
         def forward(self, input_ids: Tensor, **more: Any) -> Any:
-            found = super().forward(input_ids, **more)
-            found.logits = found.logits + 0.001 * input_ids.shape[1] * torch.arange(259)
-            return found
+            result = super().forward(input_ids, **more)
+            result.logits = result.logits + 0.001 * input_ids.shape[1] * torch.arange(259)
+            return result
 
     module = make_module()
     module.__class__ = LooksAhead
@@ -182,11 +188,11 @@ def _last_at_first(tokens: Tensor) -> Tensor:
 def test_a_model_that_looks_ahead_a_little_or_far_is_refused(seen: Callable[[Tensor], Tensor], longest: int) -> None:
     class LooksAhead(type(make_module())):
         def forward(self, input_ids: Tensor, logits_to_keep: Any = 0, **more: Any) -> Any:
-            found = super().forward(input_ids, **more)
-            found.logits = found.logits + 1e-4 * seen(input_ids)[..., None] * torch.arange(259)
+            result = super().forward(input_ids, **more)
+            result.logits = result.logits + 1e-4 * seen(input_ids)[..., None] * torch.arange(259)
             if isinstance(logits_to_keep, Tensor):
-                found.logits = found.logits[:, logits_to_keep]
-            return found
+                result.logits = result.logits[:, logits_to_keep]
+            return result
 
     module = make_module()
     module.__class__ = LooksAhead
@@ -210,33 +216,33 @@ def test_long_prompts_are_computed_in_parts_and_in_half_precision() -> None:
     module, requests = make_module(), make_requests()
     whole = complete(EmbeddedEngine(module), requests, WARM)
     parts = complete(EmbeddedEngine(module, max_prefill_tokens=32), requests, WARM)
-    assert [one.token_ids for one in parts] == [one.token_ids for one in whole]
+    assert [part.token_ids for part in parts] == [sequence.token_ids for sequence in whole]
     for engine in (
         EmbeddedEngine(copy.deepcopy(module).bfloat16()),
         EmbeddedEngine(module, around=lambda: torch.autocast("cpu", torch.bfloat16)),
     ):
-        found = complete(engine, requests, WARM)
+        result = complete(engine, requests, WARM)
         assert type(engine._rows).__name__ == "CachedRows"
-        assert 1e-3 < farthest(module, requests, found, 0.7) < 0.3
+        assert 1e-3 < farthest(module, requests, result, 0.7) < 0.3
 
 
 def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
     requests = make_requests(max_new_tokens=40)
-    found = complete(EmbeddedEngine(make_module()), requests, WARM)
-    assert {one.finish_reason for one in found} == {"stop", "length"}
-    for one in found:
-        stops = [index for index, token in enumerate(one.token_ids) if token in WARM.stop_token_ids]
-        assert stops == ([len(one.token_ids) - 1] if one.finish_reason == "stop" else [])
-        assert one.finish_reason == "stop" or len(one.token_ids) == 40
+    result = complete(EmbeddedEngine(make_module()), requests, WARM)
+    assert {output.finish_reason for output in result} == {"stop", "length"}
+    for output in result:
+        stops = [index for index, token in enumerate(output.token_ids) if token in WARM.stop_token_ids]
+        assert stops == ([len(output.token_ids) - 1] if output.finish_reason == "stop" else [])
+        assert output.finish_reason == "stop" or len(output.token_ids) == 40
 
 
 def test_completions_do_not_depend_on_the_batch() -> None:
     module, requests = make_module(), make_requests(groups=9, max_new_tokens=10)
     whole = complete(EmbeddedEngine(module), requests, WARM)
-    assert len({tuple(one.token_ids) for one in whole}) == len(whole)
+    assert len({tuple(sequence.token_ids) for sequence in whole}) == len(whole)
     for size in (1, 2, 7, 32):
         other = complete(EmbeddedEngine(module, max_batch_size=size), requests[::-1], WARM)[::-1]
-        assert [one.token_ids for one in other] == [one.token_ids for one in whole]
+        assert [sequence.token_ids for sequence in other] == [sequence.token_ids for sequence in whole]
     assert complete(EmbeddedEngine(module), requests, WARM) == whole
 
 
@@ -273,12 +279,12 @@ def test_an_update_in_the_middle_needs_a_flush() -> None:
         engine.resume()
         return module, await waiting
 
-    module, found = asyncio.run(interrupted(True))
-    new = found.versions.index(1)
-    assert 5 < new < 20 and found.versions == [0] * new + [1] * (30 - new)
-    expected = plain_log_probs(module, request, found.token_ids, 0.7)
-    assert (expected - torch.tensor(found.log_probs))[new:].abs().max() < 1e-5
-    assert (expected - torch.tensor(found.log_probs))[:new].abs().max() > 0.01
+    module, actual = asyncio.run(interrupted(True))
+    new = actual.versions.index(1)
+    assert 5 < new < 20 and actual.versions == [0] * new + [1] * (30 - new)
+    expected = plain_log_probs(module, request, actual.token_ids, 0.7)
+    assert (expected - torch.tensor(actual.log_probs))[new:].abs().max() < 1e-5
+    assert (expected - torch.tensor(actual.log_probs))[:new].abs().max() > 0.01
     module, stale = asyncio.run(interrupted(False))
     expected = plain_log_probs(module, request, stale.token_ids, 0.7)
     assert (expected - torch.tensor(stale.log_probs))[new + 1 :].abs().max() > 1e-3
@@ -287,18 +293,18 @@ def test_an_update_in_the_middle_needs_a_flush() -> None:
 def test_abort_hands_over_what_was_drawn() -> None:
     async def aborted() -> list[Completion]:
         engine = EmbeddedEngine(make_module(), max_batch_size=2)
-        tasks = [asyncio.create_task(engine.generate(one, Sampling())) for one in make_requests(n=1)]
+        tasks = [asyncio.create_task(engine.generate(request, Sampling())) for request in make_requests(n=1)]
         for _ in range(6):
             await asyncio.sleep(0)
         engine.pause("abort")
         return [await task for task in tasks]
 
-    found = asyncio.run(aborted())
-    assert [one.finish_reason for one in found] == ["abort"] * 4
+    result = asyncio.run(aborted())
+    assert [output.finish_reason for output in result] == ["abort"] * 4
     whole = complete(EmbeddedEngine(make_module()), make_requests(n=1), Sampling())
-    for one, other in zip(found, whole, strict=True):
-        assert one.token_ids == other.token_ids[: len(one.token_ids)]
-    assert [bool(one.token_ids) for one in found] == [True, True, False, False]
+    for sequence, other in zip(result, whole, strict=True):
+        assert sequence.token_ids == other.token_ids[: len(sequence.token_ids)]
+    assert [bool(sequence.token_ids) for sequence in result] == [True, True, False, False]
 
 
 def test_requests_join_and_others_run_in_between() -> None:
@@ -316,17 +322,17 @@ def test_requests_join_and_others_run_in_between() -> None:
             return await engine.generate(replace(late, max_new_tokens=2), Sampling())
 
         async def first_one() -> Completion:
-            found = await engine.generate(first, Sampling())
+            result = await engine.generate(first, Sampling())
             order.append("first ended")
-            return found
+            return result
 
-        found = await asyncio.gather(first_one(), late_one())
+        result = await asyncio.gather(first_one(), late_one())
         assert order == ["asked", "first ended"]
-        return found
+        return result
 
-    found = asyncio.run(together())
+    result = asyncio.run(together())
     alone = [complete(EmbeddedEngine(module), [one], Sampling())[0] for one in (first, replace(late, max_new_tokens=2))]
-    assert [one.token_ids for one in found] == [one.token_ids for one in alone]
+    assert [sequence.token_ids for sequence in result] == [sequence.token_ids for sequence in alone]
 
 
 def test_a_cancelled_request_leaves_the_others_alone() -> None:
@@ -334,7 +340,7 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
 
     async def cancelled() -> list[Completion]:
         engine = EmbeddedEngine(module, max_batch_size=4)
-        tasks = [asyncio.create_task(engine.generate(one, Sampling())) for one in requests]
+        tasks = [asyncio.create_task(engine.generate(request, Sampling())) for request in requests]
         for _ in range(6):
             await asyncio.sleep(0)
         tasks[1].cancel()
@@ -342,8 +348,8 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
         return [await task for index, task in enumerate(tasks) if index not in (1, 6)]
 
     whole = complete(EmbeddedEngine(module), requests, Sampling())
-    kept = [one.token_ids for index, one in enumerate(whole) if index not in (1, 6)]
-    assert [one.token_ids for one in asyncio.run(cancelled())] == kept
+    kept = [sequence.token_ids for index, sequence in enumerate(whole) if index not in (1, 6)]
+    assert [sequence.token_ids for sequence in asyncio.run(cancelled())] == kept
 
 
 def test_without_memory_requests_wait_or_are_computed_again() -> None:
@@ -353,7 +359,9 @@ def test_without_memory_requests_wait_or_are_computed_again() -> None:
     per_token = engine._prepared().bytes_per_token
     assert per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their width, bytes
     small = EmbeddedEngine(module, cache_bytes=per_token * 3 * 128)
-    assert [one.token_ids for one in complete(small, requests, WARM)] == [one.token_ids for one in whole]
+    assert [sequence.token_ids for sequence in complete(small, requests, WARM)] == [
+        sequence.token_ids for sequence in whole
+    ]
     request = GenerationRequest([5] * 40, 0, 60)
     with pytest.raises(ConfigError, match="sequence of 100 tokens take 32768 bytes, and cache_bytes is 24576"):
         complete(EmbeddedEngine(module, cache_bytes=per_token * 96), [request], WARM)
@@ -376,7 +384,9 @@ def test_out_of_memory_halves_the_batch() -> None:
     calls = -1000
     complete(engine, requests[:1], WARM)  # the passes with which the engine chooses how it draws
     calls = 0
-    assert [one.token_ids for one in complete(engine, requests, WARM)] == [one.token_ids for one in whole]
+    assert [sequence.token_ids for sequence in complete(engine, requests, WARM)] == [
+        sequence.token_ids for sequence in whole
+    ]
     assert engine._max_batch_size < 16
 
 
@@ -407,12 +417,12 @@ def test_what_cannot_be_drawn_is_refused() -> None:
 def test_top_p_and_top_k_leave_tokens_out_and_scale_the_rest() -> None:
     module, requests = make_module(), make_requests()
     for sampling in (Sampling(0.9, top_p=0.6), Sampling(0.9, top_k=5), Sampling(0.9, top_p=0.7, top_k=8)):
-        for request, one in zip(requests, complete(EmbeddedEngine(module), requests, sampling), strict=True):
-            tokens = torch.tensor([[*request.prompt_ids, *one.token_ids]])
+        for request, sequence in zip(requests, complete(EmbeddedEngine(module), requests, sampling), strict=True):
+            tokens = torch.tensor([[*request.prompt_ids, *sequence.token_ids]])
             with torch.no_grad():
                 logits = module(input_ids=tokens).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.9
             probs = logits.softmax(-1)
-            for row, token, log_prob in zip(probs, one.token_ids, one.log_probs, strict=True):
+            for row, token, log_prob in zip(probs, sequence.token_ids, sequence.log_probs, strict=True):
                 ordered = sorted(((float(p), -index) for index, p in enumerate(row)), reverse=True)
                 kept = ordered[: sampling.top_k or None]
                 total = sum(p for p, _ in kept)
@@ -429,9 +439,9 @@ def test_rescoring_gives_all_tokens_but_the_first() -> None:
     module, requests = make_module(), make_requests(n=1)
     engine = EmbeddedEngine(module)
     sequences = [list(request.prompt_ids) for request in requests] + [list(range(100))]
-    for tokens, found in zip(sequences, engine.rescore(sequences, 0.5), strict=True):
+    for tokens, tensor in zip(sequences, engine.rescore(sequences, 0.5), strict=True):
         expected = plain_log_probs(module, GenerationRequest(tokens[:1], 0, 1), tokens[1:], 0.5)
-        assert found.shape == (len(tokens) - 1,) and (len(tokens) == 1 or (found - expected).abs().max() < 1e-5)
+        assert tensor.shape == (len(tokens) - 1,) and (len(tokens) == 1 or (tensor - expected).abs().max() < 1e-5)
 
 
 def test_memory_is_given_back() -> None:

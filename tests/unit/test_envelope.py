@@ -32,7 +32,7 @@ def write_files(folder: Path) -> None:
 def write_checkpoint(root: Path, step: int, write: Callable[[Path], None]) -> Path:
     building = begin_checkpoint(root, step)
     write(building)
-    return finish_checkpoint(building, list_files(building, (each for each in building.rglob("*") if each.is_file())))
+    return finish_checkpoint(building, list_files(building, (path for path in building.rglob("*") if path.is_file())))
 
 
 def make(root: Path, *steps: int) -> list[Path]:
@@ -46,7 +46,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def names(root: Path) -> set[str]:
-    return {each.name for each in root.iterdir()}
+    return {path.name for path in root.iterdir()}
 
 
 def test_a_finished_checkpoint_verifies_and_is_named_by_its_step(tmp_path):

@@ -179,7 +179,7 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_what_cannot_be_evaluated_is_said(name, rl_run, pictures, tmp_path, capsys):
     words, message = WRONG[name]
-    places = {"run": rl_run} | {each: pictures / each for each in ("one", "dinov2", "inception.pt")}
+    places = {"run": rl_run} | {name: pictures / name for name in ("one", "dinov2", "inception.pt")}
     assert evaluate(*(places.get(word, word) for word in words), "--out", tmp_path / "out") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

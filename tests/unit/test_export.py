@@ -48,7 +48,7 @@ RUNS = {
 QUICK = ("train_dit, averaged", "train_text, adapters", "train_text, experts", "train_text_dpo")
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in RUNS])
+@pytest.mark.parametrize("name", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in RUNS])
 def test_a_checkpoint_is_exported_as_the_run_did_it(name, tmp_path):
     task, config, overrides = RUNS[name]
     run = run_task_here(task, config(tmp_path, **overrides))
@@ -68,13 +68,13 @@ def test_adapters_are_merged_on_request(tmp_path):
     adapter = load_file(next((run / "hf_ckpt").glob("*.safetensors")))
     assert merged.keys() == base.keys()
     changed = 0
-    for name, each in base.items():
+    for name, value in base.items():
         key = f"transformer.{name.removesuffix('.weight')}"
         update = 0.0
         if f"{key}.lora_A.weight" in adapter:
             update = adapter[f"{key}.lora_B.weight"] @ adapter[f"{key}.lora_A.weight"]  # alpha / rank is part of it
             changed += bool(update.any())
-        torch.testing.assert_close(merged[name], each + update)
+        torch.testing.assert_close(merged[name], value + update)
     assert changed > 4
 
 
@@ -106,7 +106,7 @@ def test_nothing_that_stands_there_is_overwritten(finished, tmp_path):
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(ConfigError, match="not empty"):
         export_checkpoint(finished, tmp_path)
-    assert [each.name for each in tmp_path.iterdir()] == ["notes.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_what_is_no_run_and_what_needs_its_data(finished, tmp_path):
@@ -137,22 +137,22 @@ def test_a_checkpoint_of_another_model_is_refused(finished, tmp_path):
 def test_whole_weights_are_not_copied_and_the_model_stays_as_it_was(finished, tmp_path):
     pipeline = finished.parent / "pipeline"
     model = build_diffusion_model(ModelConfig(model_path=str(pipeline), max_sequence_length=7))
-    for name, each in whole_weights(model.trained, ALONE, share=True).items():
-        assert each.data_ptr() == model.trained.state_dict()[name].data_ptr()
+    for name, whole_weight in whole_weights(model.trained, ALONE, share=True).items():
+        assert whole_weight.data_ptr() == model.trained.state_dict()[name].data_ptr()
     lora = ModelConfig(model_path=str(pipeline), max_sequence_length=7, lora=LoraConfig(rank=4, alpha=8))
     model = build_diffusion_model(lora)
     ema = Ema(model.trained, 0.9)
     with torch.no_grad():
-        for each in trainable_parameters(model.trained).values():
-            each.normal_()
-    before = {name: each.clone() for name, each in model.trained.state_dict().items()}
-    average = {name: each.clone() for name, each in ema.averages.items()}
+        for parameter in trainable_parameters(model.trained).values():
+            parameter.normal_()
+    before = {name: weight.clone() for name, weight in model.trained.state_dict().items()}
+    average = {name: average.clone() for name, average in ema.averages.items()}
     for merged in (False, True):
         export_model(model, ema, tmp_path / "out", ALONE, merged)
-        assert all(torch.equal(each, before[name]) for name, each in model.trained.state_dict().items())
-        assert all(torch.equal(each, average[name]) for name, each in ema.averages.items())
+        assert all(torch.equal(weight, before[name]) for name, weight in model.trained.state_dict().items())
+        assert all(torch.equal(value, average[name]) for name, value in ema.averages.items())
     base = StableDiffusion3Pipeline.from_pretrained(pipeline).transformer.state_dict()
-    found = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out").transformer.state_dict()
-    assert all(torch.equal(each, found[name]) for name, each in base.items()), (
+    result = StableDiffusion3Pipeline.from_pretrained(tmp_path / "out").transformer.state_dict()
+    assert all(torch.equal(value, result[name]) for name, value in base.items()), (
         "the average is of adapters that are zero"
     )

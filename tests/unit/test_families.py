@@ -80,14 +80,16 @@ class Built:
     def by_diffusers(self, pipeline: Any, scale: float, together: bool) -> tuple[np.ndarray, torch.Tensor]:
         """The same of diffusers' own sampling loop."""
         start = keyed_normal(self.row.latent_shape, SEED, "latent", 0, range(len(PROMPTS)))
-        images = None if self.images is None else [as_pictures(each) for each in self.images]
+        images = None if self.images is None else [as_pictures(image) for image in self.images]
         parts = [slice(None)] if together else [slice(index, index + 1) for index in range(len(PROMPTS))]
-        found, latents = [], []
+        results, latents = [], []
         for part in parts:
-            found.append(self.row.call(self.row, pipeline, PROMPTS[part], start[part], scale, images and images[part]))
+            results.append(
+                self.row.call(self.row, pipeline, PROMPTS[part], start[part], scale, images and images[part])
+            )
             last = pipeline.last_latents
             latents.append(self.row.unpack(last, *self.row.latent_shape[-2:]) if last.ndim == 3 else last)
-        return (np.concatenate(found) * 255).round().astype(np.uint8), torch.cat(latents)
+        return (np.concatenate(results) * 255).round().astype(np.uint8), torch.cat(latents)
 
 
 def as_pictures(source: np.ndarray) -> Image.Image | list[Image.Image]:
@@ -129,7 +131,7 @@ def assert_close(first: torch.Tensor, second: torch.Tensor) -> None:
 
 def test_images_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
     pipeline = built.pipeline()
-    found = []
+    actual = []
     for scale in built.row.scales:
         images, latents = built.by_sfumato(built.model, scale)
         is_last = scale == built.row.scales[-1]
@@ -137,8 +139,8 @@ def test_images_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
             expected = built.by_diffusers(pipeline, scale, together)
             assert_same_images(images, expected[0])
             torch.testing.assert_close(latents, expected[1], atol=1e-4, rtol=1e-4)
-        found.append(latents)
-    assert (found[0] - found[-1]).abs().max() > 2e-3, "guidance must matter"
+        actual.append(latents)
+    assert (actual[0] - actual[-1]).abs().max() > 2e-3, "guidance must matter"
 
 
 PREDICTS_OTHERWISE = (
@@ -265,8 +267,8 @@ def silent(model: DiffusionModel, row: Row) -> list[str]:
     """Trainable parameters without gradient."""
     names = [
         name
-        for name, each in trainable_parameters(model.denoiser).items()
-        if each.grad is None or not each.grad.abs().sum() > 0
+        for name, parameter in trainable_parameters(model.denoiser).items()
+        if parameter.grad is None or not parameter.grad.abs().sum() > 0
     ]
     return [name for name in names if not re.search(row.never_used, name)]
 
@@ -334,8 +336,8 @@ def test_adapters_over_frozen_weights_in_low_precision(built: Built) -> None:
     assert velocity.dtype == torch.float32
     velocity.square().sum().backward()
     trained = trainable_parameters(model.denoiser)
-    assert all(each.dtype == torch.float32 for each in trained.values())
-    assert sum(float(each.grad.abs().sum()) for each in trained.values() if each.grad is not None) > 0
+    assert all(value.dtype == torch.float32 for value in trained.values())
+    assert sum(float(value.grad.abs().sum()) for value in trained.values() if value.grad is not None) > 0
 
 
 def test_weights_are_read_where_they_are_needed(built: Built) -> None:
@@ -343,7 +345,7 @@ def test_weights_are_read_where_they_are_needed(built: Built) -> None:
         model_path=str(built.folder), max_sequence_length=built.row.tokens, from_images=built.row.from_images
     )
     model = build_diffusion_model(config, init_device="meta")
-    assert all(each.is_meta for each in model.denoiser.parameters())
+    assert all(parameter.is_meta for parameter in model.denoiser.parameters())
     model.parallelize(ALONE, TrainConfig(output_dir=str(built.folder)))
     assert torch.equal(built.velocity(model), built.velocity(built.model))
 
@@ -424,11 +426,13 @@ def test_memory_is_predicted_without_weights(built: Built, tmp_path: Path) -> No
     set_source_images(model, row.sources)
     model.frames = row.frames
     real = built.conditioning(built.model, slice(0, 1)).tensors
-    found = {name: (tuple(shape), dtype) for name, (shape, dtype) in model.embedding_shapes(*row.size).items()}
-    assert found == {name: (tuple(each.shape[1:]), each.dtype) for name, each in real.items()}
+    results = {name: (tuple(shape), dtype) for name, (shape, dtype) in model.embedding_shapes(*row.size).items()}
+    assert results == {name: (tuple(value.shape[1:]), value.dtype) for name, value in real.items()}
     (memory,) = plan_memory(plan_diffusion_model(model, Layout(), 2, row.size), train, 1)
     denoiser = built.model.denoiser
-    assert memory.parts["weights"] == sum(each.nbytes for each in (*denoiser.parameters(), *denoiser.buffers()))
+    assert memory.parts["weights"] == sum(
+        parameter.nbytes for parameter in (*denoiser.parameters(), *denoiser.buffers())
+    )
     assert memory.parts["activations of blocks"] > 0
 
 

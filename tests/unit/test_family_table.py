@@ -48,6 +48,8 @@ def test_published_sizes(
         pytest.importorskip("torchvision")  # of its processor
     config = ModelConfig(model_path=str(write_pipeline(name, tmp_path)))
     model = diffusion_model_on_meta(config, "no")
-    assert sum(each.numel() for each in model.denoiser.parameters()) / 1e9 == pytest.approx(billions, rel=0.01)
+    assert sum(parameter.numel() for parameter in model.denoiser.parameters()) / 1e9 == pytest.approx(
+        billions, rel=0.01
+    )
     assert model.latent_shape(*size) == shape
     assert model.embedding_shapes(*size[:2])["prompt_embeds"][0][0] == config.max_sequence_length

@@ -56,13 +56,13 @@ def policies_in(folder: Path, lora: bool = False, **decays: Any) -> Policies:
 
 @torch.no_grad()
 def change(policies: Policies, by: float) -> None:
-    for each in trainable_parameters(policies.model.denoiser).values():
-        each.add_(by)
+    for parameter in trainable_parameters(policies.model.denoiser).values():
+        parameter.add_(by)
     policies.policy_changed()
 
 
 def weights(model: DiffusionModel) -> torch.Tensor:
-    return torch.cat([each.detach().flatten() for each in trainable_parameters(model.denoiser).values()])
+    return torch.cat([parameter.detach().flatten() for parameter in trainable_parameters(model.denoiser).values()])
 
 
 def draw(model: DiffusionModel, ids: Sequence[int] = IDS, groups: Sequence[int] = GROUPS, **changes: Any) -> Any:
@@ -76,19 +76,19 @@ def draw(model: DiffusionModel, ids: Sequence[int] = IDS, groups: Sequence[int] 
         "seed": 1,
         "iteration": 2,
     } | changes
-    conditioning = model.encode_prompts([PROMPTS[each] for each in groups])
+    conditioning = model.encode_prompts([PROMPTS[group] for group in groups])
     return sample_final(model, conditioning, ids, groups, **settings)
 
 
 def predict(policies: Policies, samples: FinalSamples, compared: Sequence[str] = (), **changes: Any) -> Any:
-    conditioning = policies.model.encode_prompts([PROMPTS[each] for each in samples.group_ids.tolist()])
+    conditioning = policies.model.encode_prompts([PROMPTS[group_id] for group_id in samples.group_ids.tolist()])
     settings = {"guidance_scale": 1.0, "reference_guidance_scale": None, "seed": 1, "iteration": 2} | changes
     return predict_noised(policies, samples, conditioning, compared=compared, **settings)
 
 
 def test_euler_samples_are_those_of_trajectories_without_a_window(folder: Path) -> None:
     model = model_in(folder)
-    conditioning = model.encode_prompts([PROMPTS[each] for each in GROUPS])
+    conditioning = model.encode_prompts([PROMPTS[group] for group in GROUPS])
     keys = {"size": (16, 16), "num_steps": 5, "guidance_scale": 1.0, "seed": 1, "iteration": 2}
     latents, _ = sample_trajectories(model, conditioning, IDS, dynamics=None, trained_steps=(), **keys)
     assert torch.equal(draw(model).latents, latents)
@@ -100,12 +100,12 @@ def test_euler_samples_are_those_of_trajectories_without_a_window(folder: Path) 
 def test_noise_and_levels_belong_to_samples_or_are_shared_by_groups(folder: Path, shared: bool) -> None:
     policies = policies_in(folder)
     samples = draw(policies.model, shared_noise=shared)
-    found = predict(policies, samples)
-    assert found.levels.tolist() == [0, 1, 2] * 6
-    assert found.group_ids.tolist() == [2] * 9 + [3] * 9
-    assert torch.equal(found.sigma, samples.sigmas.flatten())
-    assert torch.equal(found.x0[::3], samples.latents)
-    noise, sigma = found.noise.unflatten(0, (6, 3)), samples.sigmas
+    result = predict(policies, samples)
+    assert result.levels.tolist() == [0, 1, 2] * 6
+    assert result.group_ids.tolist() == [2] * 9 + [3] * 9
+    assert torch.equal(result.sigma, samples.sigmas.flatten())
+    assert torch.equal(result.x0[::3], samples.latents)
+    noise, sigma = result.noise.unflatten(0, (6, 3)), samples.sigmas
     assert torch.equal(noise[0], noise[1]) == shared and not torch.equal(noise[0], noise[3])
     assert torch.equal(sigma[0], sigma[1]) == shared
     assert not torch.equal(noise[0, 0], noise[0, 1]), "levels have noise of their own"
@@ -116,7 +116,7 @@ def test_noise_and_levels_belong_to_samples_or_are_shared_by_groups(folder: Path
     joined = FinalSamples.cat([samples.rows(torch.tensor([0, 1])), samples.rows(torch.tensor([2, 3, 4, 5]))])
     assert torch.equal(joined.latents, samples.latents) and torch.equal(joined.sigmas, samples.sigmas)
     other = predict(policies, samples, iteration=3)
-    assert not torch.allclose(other.noise, found.noise)
+    assert not torch.allclose(other.noise, result.noise)
 
 
 def test_a_reference_that_never_moves_is_a_copy_or_the_model_without_its_adapter(folder: Path) -> None:
@@ -127,9 +127,9 @@ def test_a_reference_that_never_moves_is_a_copy_or_the_model_without_its_adapter
         before = predict(policies, samples).velocity.detach()
         change(policies, 0.01)
         policies.follow()
-        found = predict(policies, samples, ["reference"])
-        torch.testing.assert_close(found.reference_velocity, before, atol=0, rtol=0)
-        assert not torch.allclose(found.velocity, before)
+        result = predict(policies, samples, ["reference"])
+        torch.testing.assert_close(result.reference_velocity, before, atol=0, rtol=0)
+        assert not torch.allclose(result.velocity, before)
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -148,10 +148,10 @@ def test_other_policies_follow_by_their_decay(folder: Path, lora: bool) -> None:
                 torch.testing.assert_close(weights(other), start + moved[iteration])
             assert torch.equal(weights(policies.model), mine), "the trained weights are back"
         if iteration == 0:
-            found = predict(policies, samples, ["old", "reference", "ema"])
-            assert torch.equal(found.reference_velocity, before) and not torch.equal(found.velocity, before)
-            assert torch.equal(found.ema_velocity, found.velocity) and not torch.equal(found.old_velocity, before)
-            assert found.velocity.requires_grad and not found.old_velocity.requires_grad
+            actual = predict(policies, samples, ["old", "reference", "ema"])
+            assert torch.equal(actual.reference_velocity, before) and not torch.equal(actual.velocity, before)
+            assert torch.equal(actual.ema_velocity, actual.velocity) and not torch.equal(actual.old_velocity, before)
+            assert actual.velocity.requires_grad and not actual.old_velocity.requires_grad
 
 
 def test_a_policy_that_is_the_trained_one_is_not_computed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -163,9 +163,9 @@ def test_a_policy_that_is_the_trained_one_is_not_computed(folder: Path, monkeypa
 
     def computed(name: str) -> int:
         calls.clear()
-        found = predict(policies, samples, [name])
+        result = predict(policies, samples, [name])
         if len(calls) == 1:
-            assert torch.equal(getattr(found, f"{name}_velocity"), found.velocity)
+            assert torch.equal(getattr(result, f"{name}_velocity"), result.velocity)
         return len(calls)
 
     assert computed("old") == computed("ema") == 1, "in the beginning"
@@ -181,7 +181,7 @@ def test_only_the_prompts_branch_predicts_and_the_reference_may_be_guided(folder
     plain = predict(policies, samples, ["reference"], guidance_scale=3.0)
     assert torch.equal(plain.velocity, plain.reference_velocity)
     guided = predict(policies, samples, ["reference"], guidance_scale=3.0, reference_guidance_scale=4.5)
-    conditioning = policies.model.encode_prompts([PROMPTS[each] for each in GROUPS]).repeat_interleave(3)
+    conditioning = policies.model.encode_prompts([PROMPTS[group] for group in GROUPS]).repeat_interleave(3)
     noisy = add_noise(plain.x0, plain.noise, plain.sigma)
     wanted = policies.model.predict_velocity(noisy, plain.sigma, conditioning, 4.5)
     torch.testing.assert_close(guided.reference_velocity, wanted)
@@ -196,8 +196,8 @@ def test_a_network_that_predicts_noise_has_its_own_levels_and_weights(tmp_path: 
     assert torch.equal(density.sigmas, model.training_sigma(drawn)) and not torch.equal(density.sigmas, drawn)
     shape = model.latent_shape(16, 16)
     assert set(draw(model).sigmas.flatten().tolist()) <= set(model.sigmas(5, shape).tolist()), "of its own schedule"
-    found = predict(Policies(model, {}), density)
-    torch.testing.assert_close(found.error_weight, (1 - found.sigma) ** 2)
+    result = predict(Policies(model, {}), density)
+    torch.testing.assert_close(result.error_weight, (1 - result.sigma) ** 2)
 
 
 @pytest.mark.parametrize("recipe", ["diffusion_nft", "flow_dpo"])
@@ -228,9 +228,9 @@ def test_every_useful_sample_is_learnt_from_once_whatever_the_ranks(tmp_path: Pa
     useful[[3, 9]] = False
 
     def batches(requests: list[SampleRequest]) -> list[set[int]]:
-        rows = useful[[each.sample_id for each in requests]]
-        found = optimizer_batches(requests, rows, config, iteration=5)
-        return [{requests[row].sample_id for unit in part for row in unit.tolist()} for part in found]
+        rows = useful[[request.sample_id for request in requests]]
+        result = optimizer_batches(requests, rows, config, iteration=5)
+        return [{requests[row].sample_id for unit in part for row in unit.tolist()} for part in result]
 
     whole = batches(REQUESTS)
     assert len(whole) == 2 and set.union(*whole) == set(range(16)) - {3, 9} and not whole[0] & whole[1]
@@ -261,15 +261,17 @@ def test_micro_batches_keep_groups_whole(tmp_path: Path, recipe: str, micro_batc
 
 def test_nothing_to_learn_from_gives_an_empty_batch(tmp_path: Path) -> None:
     config = rl_config(tmp_path, "dgpo")
-    assert [len(each) for each in optimizer_batches(REQUESTS, torch.zeros(16), config, iteration=0)] == [0, 0]
+    assert [
+        len(optimizer_batch) for optimizer_batch in optimizer_batches(REQUESTS, torch.zeros(16), config, iteration=0)
+    ] == [0, 0]
 
 
 def test_the_check_counts_noise_levels_and_other_policies(tmp_path: Path) -> None:
     config = tiny_rl_config(tmp_path)
     config["algorithm"] = {"recipe": "awm", "timesteps": {"num": 2}}
-    found = check_config(write_config(config, tmp_path / "run.yaml"))
-    assert found.problems == []
-    parts = found.model.largest.parts
+    result = check_config(write_config(config, tmp_path / "run.yaml"))
+    assert result.problems == []
+    parts = result.model.largest.parts
     assert parts["other policies"] == 3 * parts["gradients"] and parts["frozen reference"] == parts["gradients"]
 
 

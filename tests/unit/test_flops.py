@@ -149,7 +149,9 @@ def test_frozen_weights_have_no_gradient_to_compute() -> None:
     low_rank = sum(each.lora_A["default"].weight.numel() for each in (block.q_proj, block.k_proj, block.v_proj))
     unneeded = 2 * LENGTH * (base + low_rank)
     assert matrices - unneeded + 3 * all_pairs(count, LENGTH) == counted(model, LENGTH, backward=True)
-    assert count.trained_weights == sum(each.numel() for each in model.parameters() if each.requires_grad)
+    assert count.trained_weights == sum(
+        parameter.numel() for parameter in model.parameters() if parameter.requires_grad
+    )
 
 
 def test_adapters_of_experts_count_for_the_experts_of_a_token() -> None:
@@ -183,7 +185,7 @@ def test_a_denoiser_on_meta_counts_what_the_real_one_does(tmp_path: Path, lora: 
     latents, conditioning = torch.randn(1, 4, 8, 8), model.encode_prompts(["write"])
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model.predict_velocity(latents, torch.ones(1), conditioning).sum().backward()
-    found = denoiser_flops(model, 16, 16).training
-    assert found == counter.get_total_flops()
-    assert not any(each.is_meta for each in model.denoiser.parameters()), "the model itself stays as it is"
-    assert denoiser_flops(model, 32, 32).training > 2 * found
+    result = denoiser_flops(model, 16, 16).training
+    assert result == counter.get_total_flops()
+    assert not any(parameter.is_meta for parameter in model.denoiser.parameters()), "the model itself stays as it is"
+    assert denoiser_flops(model, 32, 32).training > 2 * result

@@ -62,13 +62,13 @@ def elsewhere(folder: Path) -> None:
 
 
 def names(folder: Path) -> list[str]:
-    return sorted(each.name for each in folder.iterdir())
+    return sorted(path.name for path in folder.iterdir())
 
 
 def test_a_lock_says_who_holds_it_and_is_gone_afterwards(tmp_path: Path) -> None:
     lock = lock_folder(tmp_path / "a/b/run", print)
-    found = lock_of(tmp_path / "a/b/run")
-    assert found["pid"] == os.getpid() and found["host"] and found["since"] and found["born"]
+    result = lock_of(tmp_path / "a/b/run")
+    assert result["pid"] == os.getpid() and result["host"] and result["since"] and result["born"]
     assert names(tmp_path / "a/b/run") == [NAME]
     lock.check()
     lock.release()

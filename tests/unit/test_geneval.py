@@ -54,8 +54,8 @@ CASES = {
 def test_the_protocol(name):
     include, exclude, detections, expected = CASES[name]
     requirements = read_requirements({"include": include, "exclude": exclude})
-    found = keep_confident(detections, 0.3, 16)
-    assert is_correct(*requirements, found, lambda detection: "red", 0.1) is expected
+    actual = keep_confident(detections, 0.3, 16)
+    assert is_correct(*requirements, actual, lambda detection: "red", 0.1) is expected
 
 
 def test_relations_need_a_clear_offset():
@@ -108,15 +108,15 @@ def test_a_detector_finds_what_transformers_finds(folders):
     from transformers import AutoImageProcessor, AutoModelForObjectDetection
 
     picture = np.random.default_rng(0).integers(0, 256, (40, 60, 3), dtype=np.uint8)
-    found = Detector(folders / "detector", torch.device("cpu")).detect([picture], 0.1)[0]
+    actual = Detector(folders / "detector", torch.device("cpu")).detect([picture], 0.1)[0]
     model = AutoModelForObjectDetection.from_pretrained(folders / "detector").eval()
     processor = AutoImageProcessor.from_pretrained(folders / "detector", backend="pil")
     with torch.no_grad():
         output = model(**processor(images=[picture], return_tensors="pt"))
     (expected,) = processor.post_process_object_detection(output, 0.1, target_sizes=torch.tensor([[40, 60]]))
-    assert len(found) == len(expected["scores"]) > 0
-    assert [detection.score for detection in found] == pytest.approx(expected["scores"].tolist(), abs=1e-6)
-    np.testing.assert_allclose([detection.box for detection in found], expected["boxes"].numpy(), rtol=1e-5)
+    assert len(actual) == len(expected["scores"]) > 0
+    assert [detection.score for detection in actual] == pytest.approx(expected["scores"].tolist(), abs=1e-6)
+    np.testing.assert_allclose([detection.box for detection in actual], expected["boxes"].numpy(), rtol=1e-5)
 
 
 def test_the_reward_scores_pictures_and_checks_rows(folders):

@@ -78,12 +78,12 @@ def floats_of(schema: type[Section], prefix: str = "") -> typing.Iterator[tuple[
     """Fields that take a number with a fraction, with a value of their form around the number."""
     for name, field in schema.model_fields.items():
         parts = list(inside(field.annotation))
-        section = next((each for each in parts if isinstance(each, type) and issubclass(each, Section)), None)
-        if section is not None and list not in (typing.get_origin(each) for each in parts):
+        section = next((part for part in parts if isinstance(part, type) and issubclass(part, Section)), None)
+        if section is not None and list not in (typing.get_origin(part) for part in parts):
             yield from floats_of(section, f"{prefix}{name}.")
         elif section is not None:
             yield from ((f"{prefix}{name}", lambda x, at=at: [nested(at, x)]) for at, _ in floats_of(section))
-        elif tuple in (typing.get_origin(each) for each in parts) and float in parts:
+        elif tuple in (typing.get_origin(part) for part in parts) and float in parts:
             yield f"{prefix}{name}", lambda x: [x, 0.5]
         elif float in parts:
             yield f"{prefix}{name}", lambda x: x
@@ -128,7 +128,9 @@ def not_finite_of(source: str) -> int:
                 continue
             with pytest.raises(Exception, match="wrong fields of") as caught:
                 Variant(source).validate({"type": name, field.name: math.inf})
-            assert (field.name,) in [each["loc"] for each in caught.value.context["errors"] if "finite" in each["msg"]]
+            assert (field.name,) in [
+                error["loc"] for error in caught.value.context["errors"] if "finite" in error["msg"]
+            ]
             tried += 1
     return tried
 
@@ -303,8 +305,8 @@ def test_a_run_refuses_samples_that_are_longer_than_its_model(tmp_path: Path) ->
     config = tiny_text_config(tmp_path, data={"max_seq_len": 300})
     with pytest.raises(ConfigError, match=r"data\.max_seq_len 300 is above the 256 positions"):
         run_task_here("train_text", config)
-    found = check_config(write_config(config, tmp_path / "run.yaml"), task="train_text", with_data=False)
-    assert "data.max_seq_len 300 is above the 256 positions" in found.problems[0]
+    result = check_config(write_config(config, tmp_path / "run.yaml"), task="train_text", with_data=False)
+    assert "data.max_seq_len 300 is above the 256 positions" in result.problems[0]
 
 
 def test_a_warm_up_that_never_ends_is_said(tmp_path: Path) -> None:

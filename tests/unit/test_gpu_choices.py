@@ -87,9 +87,9 @@ def test_whole_rows_on_a_gpu_share_keys_and_values_among_heads(monkeypatch):
 
     monkeypatch.setattr(packed_attention, "_has_flash", lambda *_: True)
     monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
-    found = attend(nn.Module(), query, key, value, None, position_ids=positions)[0]
+    actual = attend(nn.Module(), query, key, value, None, position_ids=positions)[0]
     assert seen == [(2, 2, True)]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +121,8 @@ def test_slices_are_of_one_size_and_none_is_larger_than_allowed(monkeypatch, cou
     monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 2 * 64 + 1)
     seen = []
     given = torch.arange(float(count))[:, None]
-    found = in_slices(lambda part: seen.append(len(part)) or 2 * part, given, 64)
-    assert torch.equal(found, 2 * given) and seen == sizes
+    result = in_slices(lambda part: seen.append(len(part)) or 2 * part, given, 64)
+    assert torch.equal(result, 2 * given) and seen == sizes
 
 
 def test_a_sample_larger_than_allowed_is_decoded_alone(monkeypatch):
@@ -146,6 +146,6 @@ def test_the_autoencoder_decodes_in_slices(monkeypatch):
     model = SimpleNamespace(pipeline=SimpleNamespace(vae=vae), vae_factor=2)
     model._latent_scale = lambda like: KLLatents._latent_scale(model, like)
     given = torch.randn(5, 4, 4, 4)
-    found = KLLatents.latents_to_pixels(model, given)
-    assert seen == [2, 2, 2] and found.shape == (5, 4, 8, 8)
-    assert torch.equal(found[..., ::2, ::2], given)
+    result = KLLatents.latents_to_pixels(model, given)
+    assert seen == [2, 2, 2] and result.shape == (5, 4, 8, 8)
+    assert torch.equal(result[..., ::2, ::2], given)

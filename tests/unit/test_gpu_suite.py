@@ -116,11 +116,11 @@ RAY_CELLS = ("actor and sampler, half a GPU each", "the same, idle roles offload
 def test_the_whole_suite_runs_from_start_to_end_and_goes_on_where_it_was_left(tmp_path):
     done = suite(tmp_path, "--crash", "sft", "--budget", "2700", timeout=2900)
     assert done.returncode == 1, done.stdout + done.stderr
-    found = statuses(tmp_path)
+    result = statuses(tmp_path)
     first = ("sft", "compile/one process/plain")
-    assert [key for key, status in found.items() if status in BROKEN] == [first], done.stdout
-    assert {stage for stage, _ in found} == {stage.name for stage in run.STAGES}
-    not_here = {cell for (_, cell), status in found.items() if status in (NOT_HERE, LEFT_OUT)}
+    assert [key for key, status in result.items() if status in BROKEN] == [first], done.stdout
+    assert {stage for stage, _ in result} == {stage.name for stage in run.STAGES}
+    not_here = {cell for (_, cell), status in result.items() if status in (NOT_HERE, LEFT_OUT)}
     assert not_here <= {"memory moves", "adamw8bit", "eager/9 steps/ocr processes", "in process", "server", *RAY_CELLS}
     assert (tmp_path / "trace_sft_eager.json.gz").exists() and (tmp_path / "trace_rl_eager.json.gz").exists()
     again = suite(tmp_path, "--only", "sft", "ceilings", "--budget", "900", "--commit", "mended", timeout=950)
@@ -238,12 +238,12 @@ def test_packages_that_are_missing_are_named_with_what_for():
             raise metadata.PackageNotFoundError(name)
         return "2.9.0" if name == "torch" else metadata.version(name)
 
-    found = pins.problems(installed)
-    assert any("diffusers" in each and "missing" in each for each in found["needed"])
-    assert any("torch" in each and "2.9.0 is installed" in each for each in found["needed"])
-    assert any("datasets" in each and "nothing that is measured" in each for each in found["optional"])
-    assert any("rapidocr" in each and "OCR" in each for each in found["optional"])
-    assert "--fetch" in pins.told(found) and pins.told({"needed": [], "optional": []}) == ""
+    result = pins.problems(installed)
+    assert any("diffusers" in each and "missing" in each for each in result["needed"])
+    assert any("torch" in each and "2.9.0 is installed" in each for each in result["needed"])
+    assert any("datasets" in each and "nothing that is measured" in each for each in result["optional"])
+    assert any("rapidocr" in each and "OCR" in each for each in result["optional"])
+    assert "--fetch" in pins.told(result) and pins.told({"needed": [], "optional": []}) == ""
     assert {"diffusers", "rapidocr", "pydantic-core"} <= pins.pinned().keys()
     assert pins.missing_below("diffusers") == [] and pins.missing_below("no-such-package") == ["no-such-package"]
 
@@ -327,8 +327,8 @@ def test_models_at_real_size_are_those_that_were_published(setting, tmp_path):
 
 
 def test_fine_tuning_is_timed_and_broken_off(setting):
-    found = sft.measure(setting, "eager", "one process", "plain")
-    assert found["tokens_per_s"] > 0 and found["tflops_per_s"] > 0 and 5 < found["loss"] < 8
+    result = sft.measure(setting, "eager", "one process", "plain")
+    assert result["tokens_per_s"] > 0 and result["tflops_per_s"] > 0 and 5 < result["loss"] < 8
     assert not list((setting.scratch / "eager_one_process_plain_2/run").glob("checkpoints/global_step_*"))
 
 
@@ -339,10 +339,10 @@ def test_weights_are_drawn_where_they_are_used_and_none_is_all_zero(setting):
     parsed = load_config(module.TrajectoryRLConfig, overrides=config)
     with drawn_on("cpu"):
         model = build_diffusion_model(parsed.model)
-    zeros = [name for name, each in model.denoiser.named_parameters() if not each.any()]
+    zeros = [name for name, parameter in model.denoiser.named_parameters() if not parameter.any()]
     assert zeros and all("lora_B" in name for name in zeros)
     plain = build_diffusion_model(parsed.model)
-    assert any(not each.any() for name, each in plain.denoiser.named_parameters() if "lora_" not in name)
+    assert any(not parameter.any() for name, parameter in plain.denoiser.named_parameters() if "lora_" not in name)
 
 
 def test_only_a_gpu_gets_generated_code(setting):
@@ -428,8 +428,8 @@ def test_a_trace_says_how_long_the_gpu_is_busy_and_with_what():
         {"ph": "X", "cat": "cpu_op", "name": "aten::mm", "ts": 0, "dur": 100},
         {"ph": "i", "name": "mark", "ts": 5},
     ]
-    found = traces.shares(events, on_gpu=True)
-    assert found["busy"] == pytest.approx(0.6) and found["kernels"] == 3
-    assert found["products"] == pytest.approx(0.5) and found["attention"] == pytest.approx(30 / 80)
-    assert max(found["longest"], key=found["longest"].get) == "sm90_xmma_gemm_bf16"
-    assert json.dumps(found) and found["others"] == pytest.approx(1 / 8)
+    result = traces.shares(events, on_gpu=True)
+    assert result["busy"] == pytest.approx(0.6) and result["kernels"] == 3
+    assert result["products"] == pytest.approx(0.5) and result["attention"] == pytest.approx(30 / 80)
+    assert max(result["longest"], key=result["longest"].get) == "sm90_xmma_gemm_bf16"
+    assert json.dumps(result) and result["others"] == pytest.approx(1 / 8)

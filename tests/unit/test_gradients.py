@@ -26,7 +26,7 @@ def make() -> nn.Sequential:
 
 
 def gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: each.grad.clone() for name, each in trainable_parameters(module).items()}
+    return {name: parameter.grad.clone() for name, parameter in trainable_parameters(module).items()}
 
 
 def test_the_norm_is_torchs_and_gradients_are_scaled_down_to_the_limit():
@@ -45,9 +45,9 @@ def test_gradients_below_the_limit_stay_as_they_are():
     module = make()
     before = gradients(module)
     norm = reduce_and_clip(module, 1e9, ALONE, "step 1")
-    expected = math.sqrt(sum(float((each.double() ** 2).sum()) for each in before.values()))
+    expected = math.sqrt(sum(float((value.double() ** 2).sum()) for value in before.values()))
     assert norm == pytest.approx(expected, rel=1e-6)
-    assert all(torch.equal(each, before[name]) for name, each in gradients(module).items())
+    assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(module).items())
 
 
 def test_a_parameter_without_gradient_counts_as_zero_and_a_frozen_one_gets_none():
@@ -61,7 +61,7 @@ def test_a_parameter_without_gradient_counts_as_zero_and_a_frozen_one_gets_none(
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_gradient_that_is_not_finite_is_named_and_nothing_changes(value):
     module = make()
-    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     module[1].weight.grad[1, 2] = value
     before = gradients(module)
     with pytest.raises(NonFiniteError) as error:
@@ -70,15 +70,15 @@ def test_a_gradient_that_is_not_finite_is_named_and_nothing_changes(value):
     assert message.startswith("step 7: ")
     assert "1.weight" in message and "0.weight" not in message and "1.bias" not in message
     assert error.value.exit_code == 4
-    assert all(torch.equal(each, weights[name]) for name, each in module.named_parameters())
-    for name, each in gradients(module).items():
-        torch.testing.assert_close(each, before[name], rtol=0, atol=0, equal_nan=True)
+    assert all(torch.equal(parameter, weights[name]) for name, parameter in module.named_parameters())
+    for name, gradient in gradients(module).items():
+        torch.testing.assert_close(gradient, before[name], rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_norm_that_overflows_is_not_finite_either():
     module = make()
-    for each in trainable_parameters(module).values():
-        each.grad.fill_(1e30)
+    for parameter in trainable_parameters(module).values():
+        parameter.grad.fill_(1e30)
     with pytest.raises(NonFiniteError, match="step 2"):
         reduce_and_clip(module, 1.0, ALONE, "step 2")
 
@@ -93,7 +93,7 @@ def test_a_loss_that_is_not_finite_is_named_and_nothing_changes(bad):
         NonFiniteError, match=r"^step 3, rank 1, samples \[4, 5\]: the loss is (nan|inf|-inf)\. Nothing"
     ):
         reduce_and_clip(module, 0.1, ALONE, "step 3", losses)
-    assert all(torch.equal(each, before[name]) for name, each in gradients(module).items())
+    assert all(torch.equal(gradient, before[name]) for name, gradient in gradients(module).items())
 
 
 def test_numbers_are_read_with_the_norm():

@@ -83,8 +83,8 @@ def test_rows_of_pipes_are_left_out_and_counted(tmp_path: Path) -> None:
     (tmp_path / "data.jsonl").write_text(rows)
     said: list[str] = []
     config = ImageTextDataConfig(train_path=str(tmp_path / "data.jsonl"), height=8, width=8)
-    found = read_pixels(open_image_text(config, 0), IndexBatch([0, 1, 2], [0, 1, 2]), BadRows(2, said.append))
-    assert found is not None and found[1] == [1]
+    pixels = read_pixels(open_image_text(config, 0), IndexBatch([0, 1, 2], [0, 1, 2]), BadRows(2, said.append))
+    assert pixels is not None and pixels[1] == [1]
     assert "line 1" in said[0] and "named pipe" in said[0] and "line 3" in said[1] and "a device" in said[1]
 
 
@@ -148,5 +148,5 @@ def test_frames_of_an_animation_are_on_white_too() -> None:
     frames = [Image.new("RGBA", (4, 4), (0, 0, 0, 0)), Image.new("RGBA", (4, 4), (0, 0, 255, 255))]
     buffer = io.BytesIO()
     frames[0].save(buffer, "WEBP", save_all=True, append_images=frames[1:], lossless=True)
-    first, second = (np.array(each) for each in read_frames(buffer.getvalue(), 2, "row 1"))
+    first, second = (np.array(frame) for frame in read_frames(buffer.getvalue(), 2, "row 1"))
     assert (first == 255).all() and (second == (0, 0, 255)).all()

@@ -229,13 +229,13 @@ def test_certificates_are_checked_against_the_name_and_not_the_address(monkeypat
 
 def test_the_load_is_spread_over_the_servers(serve):
     servers = [serve(delay_s=0.2) for _ in range(3)]
-    http = caller(*(f"http://127.0.0.1:{each.server_address[1]}" for each in servers))
+    http = caller(*(f"http://127.0.0.1:{server.server_address[1]}" for server in servers))
     threads = [threading.Thread(target=ask, args=(http,)) for _ in range(6)]
-    for each in threads:
-        each.start()
+    for thread in threads:
+        thread.start()
     for each in threads:
         each.join()
-    assert [len(each.seen) for each in servers] == [2, 2, 2]
+    assert [len(server.seen) for server in servers] == [2, 2, 2]
     assert http.counters == {}
 
 

@@ -121,13 +121,13 @@ def test_other_files_are_other_data(tmp_path: Path, change: Callable[[Path], obj
 def test_of_a_large_file_blocks_are_read_and_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "BLOCK", 4)
     monkeypatch.setattr(module, "BLOCKS", 3)
-    path, found = tmp_path / "large", []
+    path, results = tmp_path / "large", []
     for content in (b"a" * 40, b"a" * 39 + b"b", b"a" * 18 + b"bb" + b"a" * 20, b"b" + b"a" * 39, b"a" * 41):
         path.write_bytes(content)
-        found.append(content_of_file(path))
-    assert len(set(found)) == 5
+        results.append(content_of_file(path))
+    assert len(set(results)) == 5
     path.write_bytes(b"a" * 10 + b"b" + b"a" * 29)
-    assert content_of_file(path) == found[0], "what lies between the blocks is not looked at"
+    assert content_of_file(path) == results[0], "what lies between the blocks is not looked at"
 
 
 def test_of_many_streamed_files_little_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,9 +169,9 @@ def test_what_differs_is_named_and_what_may_change_is_not() -> None:
 
 
 def test_where_data_lies_and_how_it_is_read_may_change(tmp_path: Path) -> None:
-    given = {"cache_dir": str(tmp_path / "cache"), "max_bad_rows": 3}
+    settings = {"cache_dir": str(tmp_path / "cache"), "max_bad_rows": 3}
     plain = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
-    moved = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path, data=given))
+    moved = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path, data=settings))
     assert identify(plain, {}) == identify(moved, {})
     text = load_config(TrainTextConfig, overrides=tiny_text_config(tmp_path))
     buffered = tiny_text_config(tmp_path, data={"num_workers": 2, "train_size": 999, "shuffle_buffer": 5})

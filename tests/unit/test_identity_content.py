@@ -95,8 +95,8 @@ def test_pictures_of_pairs_and_source_images_count_and_their_place_does_not(tmp_
         held_out = PairDataset(config.data, "eval_path")
         identity = identify_images(config, PairDataset(config.data, "train_path"), 4, held_out)
         pairs = identity[PICTURES] + identity["data.eval_path (its images)"]
-        given = {"train_path": str(folder / "rows.jsonl"), "eval_path": str(folder / "rows.jsonl")}
-        rl = load_config(TrajectoryRLConfig, overrides={**tiny_rl_config(tmp_path), "data": given})
+        settings = {"train_path": str(folder / "rows.jsonl"), "eval_path": str(folder / "rows.jsonl")}
+        rl = load_config(TrajectoryRLConfig, overrides={**tiny_rl_config(tmp_path), "data": settings})
         prompts = load_prompts(rl.data, "train")
         sources = identify_prompts(rl, prompts, prompts[:2])["data.train_path (its source images)"]
         return [pairs, sources]
@@ -104,8 +104,8 @@ def test_pictures_of_pairs_and_source_images_count_and_their_place_does_not(tmp_
     before = contents(write_pictures(tmp_path / "data"))
     gone = tmp_path / "data" / "gone.jsonl"  # which a model that takes no images does not look at
     gone.write_text(json.dumps({"prompt": "x", "source_image": "gone.png"}))
-    given = {"train_path": str(gone), "eval_path": str(gone)}
-    rl = load_config(TrajectoryRLConfig, overrides={**tiny_rl_config(tmp_path), "data": given})
+    settings = {"train_path": str(gone), "eval_path": str(gone)}
+    rl = load_config(TrajectoryRLConfig, overrides={**tiny_rl_config(tmp_path), "data": settings})
     assert "data.train_path (its source images)" not in identify_prompts(rl, load_prompts(rl.data, "train"), [])
     shutil.copytree(tmp_path / "data", tmp_path / "moved", copy_function=shutil.copy)
     assert contents(tmp_path / "moved") == before

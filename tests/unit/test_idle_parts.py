@@ -48,7 +48,7 @@ class Watched:
         self.moves: list[str] = []
         self.worked: set[str] = set()
         names = (*model.encoder_names, *model.autoencoder_names)
-        for name in (each for each in names if each in model.components):
+        for name in (name for name in names if name in model.components):
             self._watch(name, model.components[name], monkeypatch)
         monkeypatch.setattr(frozen_parts, "device_of", self.place.__getitem__)
 
@@ -88,7 +88,7 @@ def test_what_computes_is_at_work_and_goes_back(watched: Watched) -> None:
     images = [np.full((size, size, 3), 90, np.uint8)] * 2 if model.takes_image else None
     model.encode_prompts(["write a", "write b"], images=images)
     assert watched.all_wait
-    encoders = {each for each in model.encoder_names if each in model.components}
+    encoders = {encoder_name for encoder_name in model.encoder_names if encoder_name in model.components}
     assert encoders <= watched.worked, "each encoder is looked at"
 
     moved = list(watched.moves)

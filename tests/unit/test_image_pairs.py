@@ -264,7 +264,7 @@ def test_pairs_of_videos(tmp_path: Path) -> None:
 def test_evaluation_sees_each_row_once_in_full_batches(num_rows: int, num_ranks: int) -> None:
     meshes = [Mesh(Layout(dp_shard=num_ranks), torch.device("cpu"), rank) for rank in range(num_ranks)]
     batches = [evaluation_batches(num_rows, 2, mesh) for mesh in meshes]
-    assert len({len(each) for each in batches}) == 1
+    assert len({len(batch) for batch in batches}) == 1
     flat = [batch for each in batches for batch in each]
     assert all(len(batch.indices) == len(batch.sample_ids) == 2 for batch in flat)
     counted = [pair for batch in flat for pair in zip(batch.indices, batch.sample_ids, strict=True) if pair[1] >= 0]

@@ -31,13 +31,13 @@ def pair(index):
 
 
 def settings(tmp_path, **overrides):
-    found = tiny_vision_config(tmp_path, "qwen3_vl")
+    result = tiny_vision_config(tmp_path, "qwen3_vl")
     for name, start, count in (("rows", 0, 12), ("held_out", 50, 5)):
         lines = [json.dumps(pair(start + index)) for index in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    found["data"]["data_type"]["type"] = "image_preference"
-    found["eval"] = {"every_steps": 0, "num_rows": 5}
-    return merge(found, overrides)
+    result["data"]["data_type"]["type"] = "image_preference"
+    result["eval"] = {"every_steps": 0, "num_rows": 5}
+    return merge(result, overrides)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def test_log_probs_of_pairs_are_those_of_transformers_one_by_one(built):
     set_attention(plain, "eager")
     for number, row in enumerate(rows):
         for place, answer in ((2 * number, row["chosen"]), (2 * number + 1, row["rejected"])):
-            found = float(log_probs[mask & (batch.document_ids == place)].sum())
-            assert found == pytest.approx(log_prob_alone(model, plain, row, answer), abs=2e-5), (number, answer)
+            result = float(log_probs[mask & (batch.document_ids == place)].sum())
+            assert result == pytest.approx(log_prob_alone(model, plain, row, answer), abs=2e-5), (number, answer)
 
 
 def test_both_documents_have_the_images_of_the_prompt(built):
@@ -127,10 +127,10 @@ def test_pairs_with_videos_are_the_conversations_of_their_answers(tmp_path):
             (own,) = conversations(FiledRow({"messages": messages}), "a row")[0].documents
             assert document.input_ids.tolist() == own.input_ids.tolist()
             assert document.loss_mask.tolist() == own.loss_mask.tolist()
-            found = [{} if each.images is None else reader[1].tensors(each.images) for each in (document, own)]
-            assert found[0].keys() == found[1].keys()
-            assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
-            assert ("pixel_values_videos" in found[0]) == bool(index % 3)
+            results = [{} if each.images is None else reader[1].tensors(each.images) for each in (document, own)]
+            assert results[0].keys() == results[1].keys()
+            assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+            assert ("pixel_values_videos" in results[0]) == bool(index % 3)
     answered = {**rows[1], "chosen": [{"role": "assistant", "content": rows[1]["prompt"][0]["content"]}]}
     with pytest.raises(DataError, match="a video stands in the answer of chosen: videos belong to the prompt"):
         pairs(FiledRow(answered), "a row")

@@ -124,11 +124,11 @@ def test_parquet_with_bytes(tmp_path, kind):
     blobs = [encoded(picture(i)) for i in range(3)]
     path = tmp_path / "data.parquet"
     if kind == "features":
-        columns = {"image": [{"bytes": each, "path": None} for each in blobs], "text": ["a", "b", "c"]}
+        columns = {"image": [{"bytes": blob, "path": None} for blob in blobs], "text": ["a", "b", "c"]}
         features = datasets.Features({"image": datasets.Image(), "text": datasets.Value("string")})
         datasets.Dataset.from_dict(columns, features=features).to_parquet(str(path))
     else:
-        images = blobs if kind == "binary" else [{"bytes": each, "path": "x.png"} for each in blobs]
+        images = blobs if kind == "binary" else [{"bytes": blob, "path": "x.png"} for blob in blobs]
         pyarrow.parquet.write_table(pyarrow.table({"image": images, "text": ["a", "b", "c"]}), path)
     data = open_images(path)
     assert [data.caption(i) for i in range(len(data))] == ["a", "b", "c"]
@@ -400,7 +400,7 @@ def test_a_batch_of_broken_rows_alone_is_a_placeholder_that_counts_nothing(tmp_p
         assert placeholder.num_images == 0 and placeholder.sample_ids == [5]
         assert placeholder.latents.shape == (1, *model.latent_shape(16, 16))
         empty = model.encode_prompts([""]).tensors
-        assert all(torch.equal(each, empty[name]) for name, each in placeholder.conditioning.tensors.items())
+        assert all(torch.equal(tensor, empty[name]) for name, tensor in placeholder.conditioning.tensors.items())
         assert encoder.batch(IndexBatch([0, 1], [5, 6])).num_images == 1
 
 
@@ -468,8 +468,8 @@ def test_cached_rows_are_those_of_the_images(tmp_path, rows, model):
     for row, index in enumerate((7, 2, 11)):
         torch.testing.assert_close(batch.latents[row], model.encode_pixels(rows.pixels(index)[None])[0])
         expected = model.encode_prompts([rows.caption(index)])
-        for name, each in expected.tensors.items():
-            torch.testing.assert_close(batch.conditioning.tensors[name][row], each[0])
+        for name, tensor in expected.tensors.items():
+            torch.testing.assert_close(batch.conditioning.tensors[name][row], tensor[0])
             torch.testing.assert_close(batch.conditioning.negative[name], expected.negative[name])
     assert torch.equal(batch.conditioning.tensors["pooled"][0], batch.conditioning.tensors["pooled"][1])
     assert not torch.equal(batch.conditioning.tensors["pooled"][1], batch.conditioning.tensors["pooled"][2])

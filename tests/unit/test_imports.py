@@ -35,11 +35,11 @@ def imports_of(path, source=None):
     tree = tree_of(path) if source is None else ast.parse(source)
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (each.name for each in node.names)
+            yield from (name.name for name in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
             if node.module == "sfumato":
-                yield from (f"sfumato.{each.name}" for each in node.names)
+                yield from (f"sfumato.{name.name}" for name in node.names)
             else:
                 yield str(node.module)
 
@@ -77,7 +77,7 @@ def test_reading_a_config_loads_no_framework():
 def test_no_import_goes_round_in_a_circle():
     """Imports inside functions count too, those for type checkers alone do not: two classes may name each other."""
     modules = {".".join(module_of(path)): path for path in LIBRARY}
-    graph = {name: {found for found in targets_of(path, modules) if found != name} for name, path in modules.items()}
+    graph = {name: {target for target in targets_of(path, modules) if target != name} for name, path in modules.items()}
     assert circles(graph) == []
     assert circles({"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": set()}) == [["a", "b", "c"]]
 
@@ -91,10 +91,10 @@ def targets_of(path, modules):
         if id(node) in ignored:
             continue
         if isinstance(node, ast.ImportFrom):
-            inside = [f"{node.module}.{each.name}" for each in node.names]
+            inside = [f"{node.module}.{name.name}" for name in node.names]
             yield from (name if name in modules else node.module for name in inside if node.module in modules)
         elif isinstance(node, ast.Import):
-            yield from (each.name for each in node.names if each.name in modules)
+            yield from (name.name for name in node.names if name.name in modules)
 
 
 def circles(graph):
@@ -123,7 +123,9 @@ TASK_CONFIGS = {"diffusion_rl", "dit", "text", "text_reward", "text_rl"}
 
 
 def test_rooms_that_all_modalities_share_know_the_configuration_of_none():
-    assert {f"{each}.py" for each in TASK_CONFIGS} <= {path.name for path in (ROOT / "sfumato/config").iterdir()}
+    assert {f"{task_config}.py" for task_config in TASK_CONFIGS} <= {
+        path.name for path in (ROOT / "sfumato/config").iterdir()
+    }
     for path in LIBRARY:
         if {"rewards", "runtime", "data", "tracking"} & set(module_of(path)[1:2]):
             known = {name.split(".")[2] for name in imports_of(path) if name.startswith("sfumato.config.")}
@@ -139,8 +141,8 @@ def test_the_runtime_loads_no_modality():
     assert models == {"sfumato.models.policies", "sfumato.models.exportable"}
     words = ("velocity", "latent", "diffusion", "picture", "image of")
     for path in (ROOT / "sfumato/runtime").rglob("*.py"):
-        found = [word for word in words if word in path.read_text(encoding="utf-8")]
-        assert not found, f"{relative(path)}: {found}"
+        results = [word for word in words if word in path.read_text(encoding="utf-8")]
+        assert not results, f"{relative(path)}: {results}"
 
 
 CONTRACTS = {
@@ -188,7 +190,9 @@ def test_each_contract_is_broken_by_the_import_that_it_forbids(tmp_path):
 
 def test_the_configuration_that_all_rl_tasks_share_knows_no_modality():
     known = set(imports_of(ROOT / "sfumato/config/rl.py"))
-    assert not known & {f"sfumato.config.{each}" for each in TASK_CONFIGS | {"recipes", "image_data", "text_data"}}
+    assert not known & {
+        f"sfumato.config.{task_config}" for task_config in TASK_CONFIGS | {"recipes", "image_data", "text_data"}
+    }
 
 
 def test_the_walk_sees_every_kind_of_import():
@@ -275,14 +279,16 @@ def loaded_at_once(task, modules):
         while statements:
             node = statements.pop()
             if isinstance(node, ast.ImportFrom):
-                inside = {f"{node.module}.{each.name}" for each in node.names}
+                inside = {f"{node.module}.{name.name}" for name in node.names}
                 targets |= (inside & modules.keys()) | {str(node.module)}
             elif isinstance(node, ast.Import):
-                targets |= {each.name for each in node.names}
+                targets |= {name.name for name in node.names}
             elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
                 statements += node.orelse
             elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                statements += [each for each in ast.iter_child_nodes(node) if isinstance(each, ast.stmt)]
+                statements += [
+                    child_node for child_node in ast.iter_child_nodes(node) if isinstance(child_node, ast.stmt)
+                ]
         names = [target.split(".") for target in targets if target in modules]
         new = {".".join(parts[:count]) for parts in names for count in range(1, len(parts) + 1)} & modules.keys()
         waiting += new - loaded
@@ -305,9 +311,11 @@ SAME_NAME = {
 
 
 def test_a_class_name_means_one_thing():
-    found = Counter(name for path in [*LIBRARY, *TASKS] for name in set(class_names(path)) if not name.startswith("_"))
-    twice = {name for name, count in found.items() if count > 1}
-    assert found["Sample"] == found["Prompt"] == 1
+    counter = Counter(
+        name for path in [*LIBRARY, *TASKS] for name in set(class_names(path)) if not name.startswith("_")
+    )
+    twice = {name for name, count in counter.items() if count > 1}
+    assert counter["Sample"] == counter["Prompt"] == 1
     assert twice - set(SAME_NAME) == set(), "rename one of each"
     assert set(SAME_NAME) - twice == set(), "these names are no longer in several modules: take them off the list"
 

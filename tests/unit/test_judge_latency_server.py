@@ -27,9 +27,9 @@ def test_batches_overlap_and_scores_are_brightness() -> None:
         samples = [Sample(image=np.full((8, 8, 3), 51 * row, np.uint8), prompt="", group_id=0) for row in range(6)]
         started = time.monotonic()
         with ThreadPoolExecutor(4) as pool:
-            found = list(pool.map(reward.score, [samples] * 4))
+            result = list(pool.map(reward.score, [samples] * 4))
         took_s = time.monotonic() - started
-        np.testing.assert_allclose(found, [np.linspace(0, 1, 6)] * 4, atol=1e-12)
+        np.testing.assert_allclose(result, [np.linspace(0, 1, 6)] * 4, atol=1e-12)
         assert LATENCY_S <= took_s < 3 * LATENCY_S, "one after the other they would take four times the latency"
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=30)

@@ -368,14 +368,16 @@ def test_fields_out_of_range(cls, fields, message):
 
 def test_a_rubric_from_a_file_and_a_judge_from_a_configuration(server, tmp_path):
     (tmp_path / "rules.txt").write_text("Clouds are good.\n")
-    given = {
+    settings = {
         "type": "rubric", "base_urls": [server.url], "model": "echo", "rubric": str(tmp_path / "rules.txt"),
         "score_range": [0, 5], "allow_private": True,
     }  # fmt: skip
-    built = Variant("sfumato.rewards").validate(given)
+    built = Variant("sfumato.rewards").validate(settings)
     assert built.variables() == {"rubric": "Clouds are good.", "low": "0", "high": "5"}
     assert Variant("sfumato.rewards").validate(Variant("sfumato.rewards").dump(built)) == built
-    assert "by this rubric:\nClouds are good.\n" in texts(asked(server, grey(9), RubricReward, rubric=given["rubric"]))
+    assert "by this rubric:\nClouds are good.\n" in texts(
+        asked(server, grey(9), RubricReward, rubric=settings["rubric"])
+    )
 
 
 def test_the_share_of_unreadable_replies_is_a_metric(server):

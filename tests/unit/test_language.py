@@ -31,8 +31,8 @@ def describe(tmp_path, kind="qwen3", **changes):
 
 
 def build(model, **train):
-    given = {"output_dir": "unused", "num_threads": 1, **train}
-    config = load_config(TextTrainConfig, overrides=given)
+    settings = {"output_dir": "unused", "num_threads": 1, **train}
+    config = load_config(TextTrainConfig, overrides=settings)
     built = build_language_model(LanguageModelConfig(**model), config)
     built.parallelize(Mesh(Layout(), torch.device("cpu")), config)
     return built
@@ -43,9 +43,9 @@ def sum_of_losses(scores, batch):
 
 
 def gradients(model):
-    found = {name: each.grad.clone() for name, each in trainable_parameters(model.trained).items()}
+    results = {name: parameter.grad.clone() for name, parameter in trainable_parameters(model.trained).items()}
     model.trained.zero_grad()
-    return found
+    return results
 
 
 def relative(left, right):
@@ -56,8 +56,8 @@ def relative(left, right):
 def test_losses_of_packed_rows_are_those_of_the_samples_one_by_one(tmp_path, kind):
     packed, alone = build(describe(tmp_path, kind)), build(describe(tmp_path, kind) | {"attention": "eager"})
     given = samples()
-    found = packed.token_log_probs([batch(given)])[0][0].split(LENGTHS)
-    for log_probs, sample in zip(found, given, strict=True):
+    actual = packed.token_log_probs([batch(given)])[0][0].split(LENGTHS)
+    for log_probs, sample in zip(actual, given, strict=True):
         expected = alone.token_log_probs([batch([sample])])[0][0]
         torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=1e-6)
     total = packed.forward_backward([batch(given)], sum_of_losses)[0]
@@ -79,8 +79,8 @@ def test_padded_rows_are_the_packed_ones(tmp_path):
     packed = model.forward_backward([batch(given)], sum_of_losses)[0]
     expected = gradients(model)
     assert model.forward_backward([batch(given, packed=False)], sum_of_losses)[0] == pytest.approx(packed, rel=1e-6)
-    found = gradients(model)
-    assert max(relative(found[name], expected[name]) for name in expected) < 1e-5
+    actual = gradients(model)
+    assert max(relative(actual[name], expected[name]) for name in expected) < 1e-5
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -91,8 +91,8 @@ def test_chunked_loss_is_the_loss(tmp_path, tied):
     assert chunked.forward_backward(given, sum_of_losses) == pytest.approx(
         plain.forward_backward(given, sum_of_losses), rel=1e-6
     )
-    found, expected = gradients(chunked), gradients(plain)
-    assert max(relative(found[name], expected[name]) for name in expected) < 1e-5
+    actual, expected = gradients(chunked), gradients(plain)
+    assert max(relative(actual[name], expected[name]) for name in expected) < 1e-5
     assert torch.equal(chunked.predictions(given)[1], plain.predictions(given)[1])
     for (scores, placed), (plain_scores, _) in zip(chunked.score(given), plain.score(given), strict=True):
         ours = scores.log_probs_and_entropy(placed.labels, 0.7)
@@ -112,7 +112,7 @@ def test_logits_are_made_for_learned_tokens_only(tmp_path):
 def test_a_placeholder_gives_zero_gradients_to_everything(tmp_path):
     model = build(describe(tmp_path, "qwen3_moe"))
     assert model.forward_backward([batch([])], sum_of_losses) == [0.0]
-    assert all(not each.any() for each in gradients(model).values())
+    assert all(not gradient.any() for gradient in gradients(model).values())
 
 
 def test_greedy_answers_are_those_of_transformers(tmp_path):
@@ -127,8 +127,8 @@ def test_greedy_answers_are_those_of_transformers(tmp_path):
 
 def test_meta_gives_the_weights_of_the_cpu(tmp_path):
     one, other = build(describe(tmp_path)), build(describe(tmp_path), init_device="meta")
-    for name, each in one.module.state_dict().items():
-        assert torch.equal(each, other.module.state_dict()[name]), name
+    for name, weight in one.module.state_dict().items():
+        assert torch.equal(weight, other.module.state_dict()[name]), name
 
 
 def saved(tmp_path, **changes):
@@ -144,8 +144,8 @@ def test_a_folder_is_loaded(tmp_path, init_device):
     model = build({"model_path": str(folder)}, init_device=init_device)
     expected = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.tensor([[5, 9, 30]])
-    found = model.module(input_ids=ids, position_ids=torch.arange(3)[None]).logits
-    torch.testing.assert_close(found, expected(ids).logits, rtol=1e-5, atol=1e-6)
+    actual = model.module(input_ids=ids, position_ids=torch.arange(3)[None]).logits
+    torch.testing.assert_close(actual, expected(ids).logits, rtol=1e-5, atol=1e-6)
     assert len(AutoTokenizer.from_pretrained(folder)) == len(model.tokenizer) == 259
 
 
@@ -228,9 +228,9 @@ def test_an_exported_adapter_is_the_model(tmp_path, variant):
     base = saved(tmp_path)
     lora = {"rank": 4, "alpha": 8, "variant": variant, "init_weights": "default"}
     model = build({"model_path": str(base), "lora": lora})
-    for name, each in model.module.named_parameters():
+    for name, parameter in model.module.named_parameters():
         if "lora_B" in name:
-            torch.nn.init.normal_(each, std=0.3, generator=torch.Generator().manual_seed(len(name)))
+            torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
     expected = logits_of(model.module)
     with model.without_adapter():
         assert not torch.allclose(logits_of(model.module), expected)

@@ -78,9 +78,9 @@ def test_pictures_that_were_replaced_are_encoded_and_others_are_not(
             if keeps_time:
                 os.utime(folder / f"{name}.bmp", ns=(0, times[folder / f"{name}.bmp"]))
         counts.clear()
-        found = open_folder(folder, cache, model)
+        result = open_folder(folder, cache, model)
         assert sum(counts) == len(replaced)
-        same_as_online(found, folder, model)
+        same_as_online(result, folder, model)
     counts.clear()
     open_folder(folder, cache, model)
     assert sum(counts) == 0
@@ -101,9 +101,9 @@ def test_captions_that_were_replaced_are_embedded_and_a_moved_folder_is_not_enco
         moment = caption.stat().st_mtime_ns
         caption.write_text(f"z {index}")  # as long as before, and with its time set back
         os.utime(caption, ns=(moment, moment))
-    found = open_folder(folder, cache, model)
+    result = open_folder(folder, cache, model)
     assert sum(counts) == 0 and {*embedded} >= {f"z {index}" for index in range(6)}
-    same_as_online(found, folder, model)
+    same_as_online(result, folder, model)
     counts.clear()
     embedded.clear()
     folder.rename(tmp_path / "moved")
@@ -145,10 +145,10 @@ def test_pictures_that_a_table_names_are_looked_at(tmp_path: Path, model: Any, m
     counts.clear()
     picture(56, 16, 16).save(folder / "3.bmp")
     settle(folder)
-    found = open_cache(tmp_path / "cache", PairDataset(config, "train_path"), model, silent(0))
+    cache = open_cache(tmp_path / "cache", PairDataset(config, "train_path"), model, silent(0))
     assert sum(counts) == 2, "both of the second pair"
     wanted = OnlineEncoder(PairDataset(config, "train_path"), model, silent(0)).batch(IndexBatch([1], [0]))
-    torch.testing.assert_close(found.batch(IndexBatch([1], [0])).latents, wanted.latents)
+    torch.testing.assert_close(cache.batch(IndexBatch([1], [0])).latents, wanted.latents)
 
 
 def test_a_token_that_was_added_and_its_embedding_are_another_encoder(tmp_path: Path) -> None:
@@ -207,9 +207,9 @@ def test_a_process_that_is_killed_loses_the_rows_of_one_batch_at_most(
         assert num_latents(cache) >= whole
         whole = num_latents(cache)
     counts = count_encoded(monkeypatch, model)
-    found = open_folder(folder, cache, model)
+    result = open_folder(folder, cache, model)
     assert sum(counts) == 8 - whole and 0 < whole < 8
-    same_as_online(found, folder, model, 8)
+    same_as_online(result, folder, model, 8)
 
 
 class KilledError(BaseException):
@@ -240,10 +240,10 @@ def test_a_stop_at_any_write_loses_the_rows_of_one_batch_at_most(
             monkeypatch.setattr(row_store, "_append", write)
         wholes.append(num_latents(cache))
         counts.clear()
-        found = open_folder(folder, cache, model)
+        result = open_folder(folder, cache, model)
         assert sum(counts) == 6 - wholes[-1], place
     assert {*wholes} >= {0, 2, 4} and wholes == sorted(wholes)
-    same_as_online(found, folder, model)
+    same_as_online(result, folder, model)
 
 
 def num_latents(cache: Path) -> int:
@@ -355,10 +355,10 @@ def test_what_stands_behind_the_last_whole_row_is_cut_off(tmp_path: Path) -> Non
     assert len(RowStore(tmp_path, "store")) == 3
     writer = RowWriter(RowStore(tmp_path, "store"))
     writer.append([b"z" * 16], {name: tensor[:1] + 7 for name, tensor in rows.items()})
-    found = RowStore(tmp_path, "store")
-    assert found.positions([b"z" * 16, keys[1], b"y" * 16]).tolist() == [3, 1, -1]
-    assert torch.equal(found.tensors["a"], torch.cat([rows["a"], rows["a"][:1] + 7]))
-    assert found.tensors["b"].tolist() == [0, 1, 2, 7]
+    row_store = RowStore(tmp_path, "store")
+    assert row_store.positions([b"z" * 16, keys[1], b"y" * 16]).tolist() == [3, 1, -1]
+    assert torch.equal(row_store.tensors["a"], torch.cat([rows["a"], rows["a"][:1] + 7]))
+    assert row_store.tensors["b"].tolist() == [0, 1, 2, 7]
 
 
 def test_a_finished_cache_is_read_where_nothing_can_be_written_and_while_another_adds_to_it(

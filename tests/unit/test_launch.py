@@ -189,11 +189,11 @@ def test_two_processes_know_their_places(echo, tmp_path):
     done = launch(echo, "a config.yaml", "--train.lr", "1e-4", NPROC_PER_NODE="2")
     assert done.returncode == 0, done.stderr
     seen = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
-    assert [(each["WORLD_SIZE"], each["RANK"], each["LOCAL_RANK"]) for each in seen] == [
+    assert [(entry["WORLD_SIZE"], entry["RANK"], entry["LOCAL_RANK"]) for entry in seen] == [
         ("2", "0", "0"),
         ("2", "1", "1"),
     ]
-    assert all(each["argv"] == ["a config.yaml", "--train.lr", "1e-4"] for each in seen)
+    assert all(entry["argv"] == ["a config.yaml", "--train.lr", "1e-4"] for entry in seen)
 
 
 def program(folder: Path, name: str, lines: list[str]) -> str:
@@ -380,8 +380,8 @@ def test_a_configuration_is_read_without_the_frameworks(task, arguments, code):
 
 def test_every_task_says_which_configuration_it_reads():
     for task, (module, name) in TASKS.items():
-        found = schema_of_script(ROOT / "tasks" / f"{task}.py")
-        assert found is getattr(importlib.import_module(module), name), task
+        schema = schema_of_script(ROOT / "tasks" / f"{task}.py")
+        assert schema is getattr(importlib.import_module(module), name), task
 
 
 def test_a_class_of_your_own_beside_the_task_is_found_and_may_use_torch(tmp_path, folder):

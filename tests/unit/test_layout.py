@@ -16,46 +16,46 @@ def layout(world_size: int, **config) -> Layout:
 def groups(of: Layout, axis: str) -> list[list[int]]:
     """The ranks of each group of an axis or view, in its order."""
     axes = VIEWS.get(axis, (axis,))
-    found: dict[tuple[int, ...], list[int]] = {}
+    results: dict[tuple[int, ...], list[int]] = {}
     for rank in range(of.size):
-        others = tuple(of.rank_in(each, rank) for each in AXES if each not in axes)
-        found.setdefault(others, []).append(rank)
-    return [sorted(each, key=lambda rank: of.rank_in(axis, rank)) for each in found.values()]
+        others = tuple(of.rank_in(axis, rank) for axis in AXES if axis not in axes)
+        results.setdefault(others, []).append(rank)
+    return [sorted(value, key=lambda rank: of.rank_in(axis, rank)) for value in results.values()]
 
 
 def test_what_is_left_over_is_data_parallel():
-    found = layout(1024, tensor_parallel_size=8, pipeline_parallel_size=4, ulysses_parallel_size=2)
-    assert (found.data, found.dp_shard, found.dp_replicate, found.size) == (16, 16, 1, 1024)
+    result = layout(1024, tensor_parallel_size=8, pipeline_parallel_size=4, ulysses_parallel_size=2)
+    assert (result.data, result.dp_shard, result.dp_replicate, result.size) == (16, 16, 1, 1024)
     assert layout(64, data_parallel_replicate_size=4).dp_shard == 16
     assert layout(8, data_parallel_mode="ddp").dp_replicate == 8
 
 
 def test_neighbours_are_as_documented():
-    found = layout(16, tensor_parallel_size=2, ulysses_parallel_size=2, pipeline_parallel_size=2)
-    assert groups(found, "tp")[:2] == [[0, 1], [2, 3]]
-    assert groups(found, "ulysses")[:2] == [[0, 2], [1, 3]]
-    assert groups(found, "dp_shard")[0] == [0, 4]
-    assert groups(found, "pp")[0] == [0, 8]
-    assert groups(found, "fsdp")[0] == [0, 2, 4, 6]
-    assert groups(found, "copies")[0] == [0, 1, 2, 3]
+    result = layout(16, tensor_parallel_size=2, ulysses_parallel_size=2, pipeline_parallel_size=2)
+    assert groups(result, "tp")[:2] == [[0, 1], [2, 3]]
+    assert groups(result, "ulysses")[:2] == [[0, 2], [1, 3]]
+    assert groups(result, "dp_shard")[0] == [0, 4]
+    assert groups(result, "pp")[0] == [0, 8]
+    assert groups(result, "fsdp")[0] == [0, 2, 4, 6]
+    assert groups(result, "copies")[0] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("axis", [*AXES, *VIEWS])
 def test_groups_partition_the_ranks(axis):
-    found = layout(
+    result = layout(
         96, tensor_parallel_size=2, context_parallel_size=2, ulysses_parallel_size=3, data_parallel_replicate_size=2
     )
-    parts = groups(found, axis)
+    parts = groups(result, axis)
     assert sorted(itertools.chain(*parts)) == list(range(96))
-    assert {len(each) for each in parts} == {found.size_of(axis)}
+    assert {len(part) for part in parts} == {result.size_of(axis)}
     for part in parts:
-        assert [found.rank_in(axis, rank) for rank in part] == list(range(len(part)))
+        assert [result.rank_in(axis, rank) for rank in part] == list(range(len(part)))
 
 
 def test_experts_lie_inside_a_replica():
-    found = layout(16, data_parallel_replicate_size=2, ulysses_parallel_size=2, expert_parallel_size=4)
-    assert (found.fsdp, found.ep, found.efsdp) == (8, 4, 2)
-    places = [(found.rank_in("efsdp", rank), found.rank_in("ep", rank)) for rank in range(8)]
+    result = layout(16, data_parallel_replicate_size=2, ulysses_parallel_size=2, expert_parallel_size=4)
+    assert (result.fsdp, result.ep, result.efsdp) == (8, 4, 2)
+    places = [(result.rank_in("efsdp", rank), result.rank_in("ep", rank)) for rank in range(8)]
     assert places == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)]
 
 

@@ -21,8 +21,8 @@ LENGTHS = (0, 80, 81, 90, 100, 110, 140)
     [(True, [0, 0, -0.05, -0.5, -1, -1, -1]), (False, [0, 0, -0.05, -0.5, -1, -1.5, -3])],
 )
 def test_overlong_answers_are_punished_in_the_buffer(capped, expected):
-    found = Overlong(max_length=100, buffer=20, capped=capped).score(answers(*LENGTHS))
-    assert found == pytest.approx(expected)
+    actual = Overlong(max_length=100, buffer=20, capped=capped).score(answers(*LENGTHS))
+    assert actual == pytest.approx(expected)
 
 
 def test_lengths_near_a_target_or_up_to_it():

@@ -37,8 +37,8 @@ def test_every_epoch_is_another_permutation(global_batch):
     rows = order(make(epochs=7, global_batch=global_batch))
     epochs = [rows[start : start + 30] for start in range(0, 210, 30)]
     assert len(rows) == 210
-    assert all(sorted(each) == list(range(30)) for each in epochs)
-    assert len({tuple(each) for each in epochs}) == 7
+    assert all(sorted(epoch) == list(range(30)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 7
 
 
 def test_sample_ids_count_on_over_epochs():
@@ -64,10 +64,10 @@ def test_ranks_and_micro_batches_share_the_same_samples_in_the_same_order(ranks,
     for step in range(6):
         for part in parts:
             batches = part.micro_batches(step)
-            sizes = [len(each.indices) for each in batches]
+            sizes = [len(batch.indices) for batch in batches]
             assert all(size == micro_batch for size in sizes[:-1]) and 0 < sizes[-1] <= micro_batch
             assert sum(sizes) == 12 // ranks
-            joined += [(step, r, s) for each in batches for r, s in zip(each.indices, each.sample_ids, strict=True)]
+            joined += [(step, r, s) for batch in batches for r, s in zip(batch.indices, batch.sample_ids, strict=True)]
     assert joined == whole
 
 

@@ -62,11 +62,11 @@ def adapted(module: nn.Module, seed: int = 0, trained: bool = True, **config: An
     if trained:
         generator = torch.Generator().manual_seed(5)
         with torch.no_grad():
-            for name, each in module.named_parameters():
+            for name, parameter in module.named_parameters():
                 if "lora_B" in name:
-                    each.normal_(std=0.1, generator=generator)
+                    parameter.normal_(std=0.1, generator=generator)
                 if "lora_magnitude" in name:
-                    each.mul_(1 + 0.3 * torch.rand(each.shape, generator=generator))
+                    parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
     return module.eval()
 
 
@@ -77,7 +77,7 @@ def logits(module: nn.Module) -> torch.Tensor:
 
 
 def trained_names(module: nn.Module) -> set[str]:
-    return {name for name, each in module.named_parameters() if each.requires_grad}
+    return {name for name, parameter in module.named_parameters() if parameter.requires_grad}
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,9 @@ def test_default_targets(kind, expected):
     assert sorted(language_targets(module)) == sorted(expected)
     adapted(module)
     for block in module.model.layers:
-        layers = [name for name, each in block.named_modules() if type(each).__name__ == "Linear" and "lora" in name]
+        layers = [
+            name for name, module in block.named_modules() if type(module).__name__ == "Linear" and "lora" in name
+        ]
         assert {name.split(".")[-3] for name in layers} == set(expected)
     assert all(".layers." in name and "lora_" in name for name in trained_names(module))
 
@@ -125,13 +127,13 @@ def test_it_starts_as_the_model_without_adapters(case):
 def test_merged_weights_compute_the_same(case):
     kind, config = CASES[case]
     module = adapted(MODELS[kind](), **config)
-    before = {name: each.clone() for name, each in module.state_dict().items()}
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
     weights = merge_adapters(module)
     plain = MODELS[kind]().eval()
     assert weights.keys() == plain.state_dict().keys()
     plain.load_state_dict(weights)
     torch.testing.assert_close(logits(plain), logits(module), rtol=1e-5, atol=1e-5)
-    assert all(torch.equal(each, before[name]) for name, each in module.state_dict().items())
+    assert all(torch.equal(weight, before[name]) for name, weight in module.state_dict().items())
 
 
 def test_transposed_experts_and_biases_are_merged():
@@ -156,10 +158,10 @@ def test_merging_takes_whole_weights_one_by_one_and_a_module_on_meta():
     expected = merge_adapters(module)
     weights = dict(module.state_dict())
     on_meta = adapted(build_on_meta(MODELS["moe"]), trained=False, target_parameters=EXPERTS)
-    found = merge_adapters(on_meta, weights)
+    adapters = merge_adapters(on_meta, weights)
     assert not weights
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    assert adapters.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in adapters.items())
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -175,13 +177,13 @@ def test_on_meta_the_adapters_are_real_and_the_same(case):
             assert each.isnan().all()
         else:
             assert torch.equal(each, truth.get_parameter(name)), name
-    assert all(each.is_meta for each in module.parameters() if not each.requires_grad)
+    assert all(parameter.is_meta for parameter in module.parameters() if not parameter.requires_grad)
     for name, each in truth.named_parameters():
         owner, _, key = name.rpartition(".")
         if not each.requires_grad:
             module.get_submodule(owner)._parameters[key] = each
     start_magnitudes(module)
-    assert all(torch.equal(module.get_parameter(name), each) for name, each in truth.named_parameters())
+    assert all(torch.equal(module.get_parameter(name), parameter) for name, parameter in truth.named_parameters())
 
 
 def test_the_seed_decides():
@@ -207,7 +209,7 @@ def test_saved_adapters_load_with_peft_and_with_transformers(case, tmp_path):
     MODELS[kind]().save_pretrained(base)
     module = adapted(AutoModelForCausalLM.from_pretrained(base), **config)
     save_adapter(module, module.state_dict(), folder, str(base))
-    assert {each.name for each in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    assert {path.name for path in folder.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
     plain = AutoModelForCausalLM.from_pretrained(base)
     for loaded in (PeftModel.from_pretrained(plain, folder), AutoModelForCausalLM.from_pretrained(folder)):
         torch.testing.assert_close(logits(loaded.eval()), logits(module), rtol=1e-5, atol=1e-5)
@@ -273,10 +275,10 @@ def test_adapters_train_and_the_base_stays():
     for kind, config in CASES.values():
         module = adapted(MODELS[kind](), **config).train()
         before = copy.deepcopy(dict(module.named_parameters()))
-        optimizer = torch.optim.SGD([each for each in module.parameters() if each.requires_grad], lr=0.1)
+        optimizer = torch.optim.SGD([parameter for parameter in module.parameters() if parameter.requires_grad], lr=0.1)
         row = packed_row(0)
         output = module(input_ids=row["input_ids"], position_ids=row["position_ids"], labels=row["labels"])
         output.loss.backward()
         optimizer.step()
-        for name, each in module.named_parameters():
-            assert torch.equal(each, before[name]) != each.requires_grad, name
+        for name, parameter in module.named_parameters():
+            assert torch.equal(parameter, before[name]) != parameter.requires_grad, name

@@ -89,8 +89,8 @@ def test_a_reading_after_comfyuis_rule_gives_the_trained_weights(name: str, vari
         base = {key: weight for key, weight in plain.items() if ".lora_" not in key}
         expected = merge_adapters(denoiser)
         assert any(not torch.equal(expected[key], base[key]) for key in base)
-        found = merged_as_comfyui(file, base, comfyui_names(name, model))
-        assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        actual = merged_as_comfyui(file, base, comfyui_names(name, model))
+        assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", ["sd3", "flux", "stable_diffusion_xl", "wan_pair"])
@@ -105,16 +105,16 @@ def test_diffusers_loads_what_was_trained(name: str, variant: str, tmp_path: Pat
         if (tmp_path / "out" / "transformer_2").is_dir():
             second = {"load_into_transformer_2": True, "weight_name": weight_name}
             pipeline.load_lora_weights(tmp_path / "out" / "transformer_2", **second)
-        found = type(model)(pipeline, max_sequence_length=ROWS[name].tokens)
+        result = type(model)(pipeline, max_sequence_length=ROWS[name].tokens)
         with torch.no_grad():
-            velocities = [velocity(each, name) for each in (model, found)]
+            velocities = [velocity(each, name) for each in (model, result)]
         assert_same(velocities[1], velocities[0])
 
 
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
+def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
     """But for rounding, which networks of these weights enlarge; a scale that is wrong changes the first digit."""
     assert expected.std() > 1e-2
-    assert (found - expected).abs().max() < 1e-3 * expected.abs().max()
+    assert (actual - expected).abs().max() < 1e-3 * expected.abs().max()
 
 
 def velocity(model: DiffusionModel, name: str) -> torch.Tensor:
@@ -127,9 +127,9 @@ def test_the_folder_alone_is_enough_for_diffusers_beside_a_second_file(tmp_path:
     model = trained("stable_diffusion", tmp_path, rank=2, alpha=6.0)
     pipeline = type(model).pipeline_type().from_pretrained(tmp_path / "pipe")
     pipeline.load_lora_weights(tmp_path / "out")
-    found = type(model)(pipeline, max_sequence_length=7)
+    result = type(model)(pipeline, max_sequence_length=7)
     with torch.no_grad():
-        assert_same(velocity(found, "stable_diffusion"), velocity(model, "stable_diffusion"))
+        assert_same(velocity(result, "stable_diffusion"), velocity(model, "stable_diffusion"))
 
 
 def test_the_head_of_a_language_model_that_draws_has_files_of_adapters_too(tmp_path: Path) -> None:
@@ -141,12 +141,12 @@ def test_the_head_of_a_language_model_that_draws_has_files_of_adapters_too(tmp_p
     model.pipeline = LanguageToImagePipeline(parts["transformer"], parts["scheduler"], parts["vae"], **scratch)
     export_model(model, None, tmp_path / "head", ALONE)
     base = type(model).pipeline_type().from_pretrained(tmp_path / "pipe")
-    found = LanguageToImagePipeline(base.transformer, base.scheduler, base.vae, **scratch)
-    found.load_lora_weights(tmp_path / "head")
+    language_to_image_pipeline = LanguageToImagePipeline(base.transformer, base.scheduler, base.vae, **scratch)
+    language_to_image_pipeline.load_lora_weights(tmp_path / "head")
     expected = merge_adapters(model.denoiser)
-    found.fuse_lora()
-    found.unload_lora_weights()
-    assert_close(found.transformer.state_dict(), expected, rtol=1e-5, atol=1e-6)
+    language_to_image_pipeline.fuse_lora()
+    language_to_image_pipeline.unload_lora_weights()
+    assert_close(language_to_image_pipeline.transformer.state_dict(), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_header_says_the_scale_that_the_file_has(tmp_path: Path) -> None:
@@ -172,8 +172,8 @@ def test_other_layers_have_comfyuis_names_too(name: str, tmp_path: Path) -> None
     pipeline = type(model).pipeline_type().from_pretrained(tmp_path / "pipe")
     pipeline.load_lora_weights(tmp_path / "out", weight_name=COMFYUI_FILE)
     with torch.no_grad():
-        found, expected = (
+        actual, expected = (
             velocity(type(model)(pipeline, max_sequence_length=ROWS[name].tokens), name),
             velocity(model, name),
         )
-    assert_same(found, expected)
+    assert_same(actual, expected)

@@ -42,8 +42,8 @@ def test_what_is_not_followed_is_refused_by_the_run_and_by_check(
     description = {name: value for name, value in base.items() if name in known} | fields
     config = tiny_text_config(tmp_path, train={"max_steps": 1})
     config["model"]["config_path"] = str(write_config(description, tmp_path / "model.yaml"))
-    found = check_config(write_config(config, tmp_path / "config.yaml"), with_data=False)
-    assert any(said in problem for problem in found.problems)
+    result = check_config(write_config(config, tmp_path / "config.yaml"), with_data=False)
+    assert any(said in problem for problem in result.problems)
     with pytest.raises(ConfigError, match=said):
         run_task_here("train_text", config)
 

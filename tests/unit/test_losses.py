@@ -63,9 +63,9 @@ def test_log_probs_and_entropy_have_gradients_of_their_own(temperature):
     theirs = plain(hidden, weight, bias, labels, temperature)
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     leaves = hidden, weight, bias
-    found = gradients((torch.stack(ours) * upstream).sum(), *leaves)
+    actual = gradients((torch.stack(ours) * upstream).sum(), *leaves)
     expected = gradients((torch.stack(theirs) * upstream).sum(), *leaves)
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     alone = token_log_probs(hidden, weight, labels, temperature, bias, chunk_tokens=5)
     assert torch.equal(alone, ours[0])
     theirs = plain(hidden, weight, bias, labels, temperature)
@@ -87,8 +87,8 @@ def test_a_token_that_is_ruled_out_has_no_part_in_the_entropy(least):
     of_logits = [each[0] for each in scores.log_probs_and_entropy(labels[None], 0.6)]
     for ours in (in_chunks, of_logits):
         torch.testing.assert_close(torch.stack([*ours]), torch.stack(theirs), rtol=1e-5, atol=1e-5)
-        found = gradients((torch.stack([*ours]) * upstream).sum(), hidden, weight, bias)
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        actual = gradients((torch.stack([*ours]) * upstream).sum(), hidden, weight, bias)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
     labels[3] = V - 1  # a label that is ruled out has no probability, and -100 counts for nothing all the same
     labels[4] = -100
     in_chunks = token_log_probs_and_entropy(hidden, weight, labels, 0.6, bias, chunk_tokens=5)[0]
@@ -112,9 +112,9 @@ def test_autocast_decides_the_dtype_of_products():
         truth = cross_entropy_sum(functional.linear(hidden, weight, bias), labels)
         loss = linear_cross_entropy_sum(hidden, weight, labels, bias)
     assert float(loss.detach()) == pytest.approx(float(truth.detach()), rel=1e-6)
-    found = gradients(loss, hidden, weight, bias)
-    assert {each.dtype for each in found} == {torch.float32}
-    torch.testing.assert_close(found, gradients(truth, hidden, weight, bias), rtol=2e-2, atol=2e-2)
+    actual = gradients(loss, hidden, weight, bias)
+    assert {tensor.dtype for tensor in actual} == {torch.float32}
+    torch.testing.assert_close(actual, gradients(truth, hidden, weight, bias), rtol=2e-2, atol=2e-2)
 
 
 def test_no_label_that_counts_gives_zero_and_zero_gradients():
@@ -123,7 +123,7 @@ def test_no_label_that_counts_gives_zero_and_zero_gradients():
         part = hidden[:tokens]
         loss = linear_cross_entropy_sum(part, weight, torch.full((tokens,), -100))
         assert float(loss.detach()) == 0
-        assert not any(each.any() for each in gradients(loss, hidden, weight))
+        assert not any(gradient.any() for gradient in gradients(loss, hidden, weight))
     logits = functional.linear(hidden, weight)
     assert not gradients(cross_entropy_sum(logits, torch.full_like(labels, -100)), weight)[0].any()
 
@@ -158,9 +158,9 @@ def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary(loss
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
-            for each in out if isinstance(out, tuple | list) else (out,):
-                if isinstance(each, torch.Tensor):
-                    self.elements = max(self.elements, each.numel())
+            for tensor in out if isinstance(out, tuple | list) else (out,):
+                if isinstance(tensor, torch.Tensor):
+                    self.elements = max(self.elements, tensor.numel())
             return out
 
     def measure(tokens: int, vocabulary: int) -> tuple[int, int]:
@@ -168,10 +168,10 @@ def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary(loss
         inputs = {hidden.data_ptr(), weight.data_ptr()}
         saved: dict[int, int] = {}
 
-        def pack(each: torch.Tensor) -> torch.Tensor:
-            if each.data_ptr() not in inputs:
-                saved[each.data_ptr()] = each.untyped_storage().nbytes()
-            return each
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            if tensor.data_ptr() not in inputs:
+                saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each), Largest() as largest:
             loss_of(hidden, weight, torch.arange(tokens), chunk_tokens=64).backward()

@@ -52,7 +52,7 @@ def fill(config: dict[str, Any], workers: int = 1, said: list[str] | None = None
 
 def documents(store: Any) -> list[Any]:
     samples = [store.sample(index) for index in range(len(store))]
-    return [each.images for sample in samples for each in sample.documents if each.images is not None]
+    return [document.images for sample in samples for document in sample.documents if document.images is not None]
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
@@ -98,11 +98,11 @@ def test_packed_tensors_come_back_to_the_bit(dtype: Any, values: int) -> None:
     given = {name: torch.from_numpy(array) for name, array in tensors.items()}
     shapes = source.integers(0, 9, (3, 3)).astype(np.int32)
     content = pack(given, shapes)
-    found_shapes, found = unpack(bytearray(content))
-    assert np.array_equal(found_shapes, shapes) and list(found) == list(given)
+    found_shapes, result = unpack(bytearray(content))
+    assert np.array_equal(found_shapes, shapes) and list(result) == list(given)
     for name, tensor in given.items():
-        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
-        assert found[name].numpy().tobytes() == tensor.numpy().tobytes(), name
+        assert result[name].dtype == tensor.dtype and result[name].shape == tensor.shape
+        assert result[name].numpy().tobytes() == tensor.numpy().tobytes(), name
     if dtype == np.float32 and values < 200:
         assert len(content) < 0.3 * tensors["many"].nbytes + tensors["noise"].nbytes + 10_000, "codes of one byte"
 
@@ -126,11 +126,11 @@ def test_the_cache_and_threads_give_what_the_reader_gives(
     samples = [store.sample(index) for index in range(len(store))]
     for _ in range(3):
         for tensors in (reader.tensors, cache.tensors):
-            found = [
+            results = [
                 d.images for sample in open_ahead(samples, tensors) for d in sample.documents if d.images is not None
             ]
-            for one, own in zip(found, images, strict=True):
-                assert_same(one.opened.result(), reader.tensors(own))
+            for one, image in zip(results, images, strict=True):
+                assert_same(one.opened.result(), reader.tensors(image))
     monkeypatch.setattr(type(reader), "tensors", None)
     assert cache.tensors(images[0]), "nothing is opened"
     assert len(said) == 1
@@ -148,8 +148,8 @@ def test_a_run_with_the_cache_is_the_run_without(tmp_path: Path, monkeypatch: py
     assert command(["preprocess", str(path), "--data.num_workers", "2"]) == 0
 
     def files() -> dict[str, int]:
-        found = (each for each in (tmp_path / "cache").rglob("*") if each.is_file() and "lock" not in each.name)
-        return {each.name: each.stat().st_mtime_ns for each in found}
+        result = (path for path in (tmp_path / "cache").rglob("*") if path.is_file() and "lock" not in path.name)
+        return {path.name: path.stat().st_mtime_ns for path in result}
 
     made = files()
     assert any(name.startswith("complete_") for name in made) and any(name.endswith(".npy") for name in made)
@@ -206,7 +206,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
     for damaged in (whole[:200], whole[:-9] + b"x" * 9, b""):
         shard.write_bytes(damaged)
         with pytest.raises(DataError, match=r"damaged media cache: .*delete its folder"):
-            [cache.tensors(each) for each in images]
+            [cache.tensors(image) for image in images]
     shard.unlink()
     with pytest.raises(DataError, match="damaged media cache"):
         cache.tensors(images[0])
@@ -269,14 +269,14 @@ def test_a_kill_and_two_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (folder / "left.bin").write_bytes(b"half")
     assert not [*folder.glob("complete_*")] and 2 <= len([*folder.glob("*.npy")]) < 5
     both = [context.Process(target=_fill_slowly, args=(config, 0.05)) for _ in range(2)]
-    for each in both:
-        each.start()
+    for span in both:
+        span.start()
     for each in both:
         each.join(60)
     assert [each.exitcode for each in both] == [0, 0]
     assert not [*folder.glob("left.*")]
     cache, store = fill(config)
-    assert len(cache) == len({each["key"].tobytes() for each in cache._entries}) == 5, "nothing was made twice"
+    assert len(cache) == len({entry["key"].tobytes() for entry in cache._entries}) == 5, "nothing was made twice"
     for images in documents(store):
         assert_same(cache.tensors(images), cache.reader.tensors(images))
 
@@ -334,5 +334,5 @@ def test_a_phones_photograph_of_two_pictures_stands_in_a_conversation(tmp_path: 
     first.save(tmp_path / "0.png", "MPO", save_all=True, append_images=[second], quality=95)
     store, _, transform = opened(config)
     images = documents(store)[0]
-    [found] = [transform.reader.open(file, images.where) for file in images.find()]
-    assert found.size == (32, 32) and abs(np.asarray(found).astype(int) - (254, 0, 0)).max() <= 2
+    [result] = [transform.reader.open(file, images.where) for file in images.find()]
+    assert result.size == (32, 32) and abs(np.asarray(result).astype(int) - (254, 0, 0)).max() <= 2

@@ -42,8 +42,8 @@ def test_an_address_that_is_not_of_this_machine_needs_every_network(address):
 
 
 def test_the_name_of_a_machine_that_leads_to_itself_is_not_for_others(monkeypatch):
-    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: found)
+    results = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_args, **_more: results)
     assert meeting._address_of("node7") == (socket.AF_INET, "0.0.0.0")
     assert meeting._address_of("localhost") == (socket.AF_INET, "127.0.1.1")
 

@@ -38,7 +38,7 @@ def build(kind: str) -> nn.Module:
 
 def row_of(kind: str, index: int) -> dict[str, torch.Tensor]:
     """A row of a case, there too."""
-    return {name: each.to(DEVICE) for name, each in CASES[kind].row(index).items()}
+    return {name: value.to(DEVICE) for name, value in CASES[kind].row(index).items()}
 
 
 def prepare(kind: str, module: nn.Module | None = None, backend: str = "aot_eager", **config: Any) -> nn.Module:
@@ -47,9 +47,9 @@ def prepare(kind: str, module: nn.Module | None = None, backend: str = "aot_eage
     blocks = find_blocks(module, CASES[kind].plan(module))
     apply_memory_savings(module, ParallelConfig(**config), blocks, backend)
     offload = ActivationOffload(min_bytes=64, stay=())
-    for each in blocks.values():
+    for block in blocks.values():
         if config.get("enable_activation_offload"):
-            each.forward.offload = offload
+            block.forward.offload = offload
     return module
 
 
@@ -60,7 +60,7 @@ def run(kind: str, module: nn.Module, rows: int = 2) -> tuple[list[float], dict[
         loss, _ = CASES[kind].loss(module, row_of(kind, index), make_mesh()[0])
         loss.backward()
         losses.append(float(loss.detach()))
-    return losses, {name: each.grad for name, each in module.named_parameters() if each.grad is not None}
+    return losses, {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
 
 
 @functools.cache
@@ -68,13 +68,13 @@ def truth(kind: str) -> tuple[list[float], dict[str, torch.Tensor]]:
     return run(kind, build(kind).train())
 
 
-def assert_same(found: Any, expected: Any, tolerance: float) -> None:
+def assert_same(actual: Any, expected: Any, tolerance: float) -> None:
     if DEVICE == "cuda":  # where backward passes add in no fixed order, and convolutions are rounded to TF32
         tolerance = max(tolerance, 3e-4)
-    assert found[0] == pytest.approx(expected[0], rel=tolerance)
-    assert found[1].keys() == expected[1].keys()
-    for name, each in found[1].items():
-        assert float((each - expected[1][name]).norm()) <= tolerance * float(expected[1][name].norm()), name
+    assert actual[0] == pytest.approx(expected[0], rel=tolerance)
+    assert actual[1].keys() == expected[1].keys()
+    for name, value in actual[1].items():
+        assert float((value - expected[1][name]).norm()) <= tolerance * float(expected[1][name].norm()), name
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -122,14 +122,14 @@ class Alive(TorchDispatchMode):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.weights = {each.untyped_storage()._cdata for each in module.parameters()}
+        self.weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
         self.made: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for each in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(each, torch.Tensor) and each.untyped_storage()._cdata not in self.weights:
-                storage = each.untyped_storage()
+        for tensor in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage()._cdata not in self.weights:
+                storage = tensor.untyped_storage()
                 self.made.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
         return out
 
@@ -158,13 +158,13 @@ def test_less_memory_waits_for_the_backward_pass(kind, copies):
         module = prepare(kind, **config)
         with Alive(module) as alive:
             loss, _ = CASES[kind].loss(module, row_of(kind, 4), make_mesh()[0])
-        moved = sum(each._host.nbytes for each in copies)
+        moved = sum(copy._host.nbytes for copy in copies)
         waiting = alive.num_bytes() - moved
         loss.backward()
         assert not copies  # nothing outlives the backward pass
         return waiting, moved
 
-    none, selective, full = (measure(activation_checkpointing=each)[0] for each in ("none", "selective", "full"))
+    none, selective, full = (measure(activation_checkpointing=name)[0] for name in ("none", "selective", "full"))
     assert full < 0.6 * selective < 0.4 * none
     waiting, moved = measure(enable_activation_offload=True)
     assert waiting < 0.35 * none and waiting + moved < 1.1 * none  # one copy of what several operations save
@@ -201,7 +201,7 @@ def test_dropout_is_recomputed_as_it_was():
             layer.mlp.act_fn = nn.Sequential(nn.SiLU(), nn.Dropout(0.5))
         torch.manual_seed(5)
         grads.append(run("dense", model.train(), rows=1)[1])
-    assert all(torch.equal(each, grads[0][name]) for name, each in grads[1].items())
+    assert all(torch.equal(value, grads[0][name]) for name, value in grads[1].items())
 
 
 def test_without_gradients_and_frozen_blocks_run_as_they_were():
@@ -217,8 +217,8 @@ def test_a_copy_uses_its_own_weights():
     module = prepare("dense", activation_checkpointing="full")
     twin = copy.deepcopy(module)
     with torch.no_grad():
-        for each in module.parameters():
-            each.zero_()
+        for parameter in module.parameters():
+            parameter.zero_()
     assert_same(run("dense", twin), truth("dense"), 0)
 
 

@@ -73,7 +73,7 @@ class Saved:
     """Bytes of what autograd holds, once for each storage, without weights and copies of them."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.seen = {each.untyped_storage()._cdata: each for each in module.parameters()}
+        self.seen = {parameter.untyped_storage()._cdata: parameter for parameter in module.parameters()}
         self.total = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -104,30 +104,32 @@ def really_saved(module: nn.Module, bf16: bool, chunked: bool = False) -> int:
 @pytest.mark.parametrize("kind", KINDS)
 def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path, kind: str, precision: str) -> None:
     planned, train = predicted(tmp_path, kind, mixed_precision=precision)
-    found = count_activations(planned, train, Layout())
+    activations = count_activations(planned, train, Layout())
     module = real(kind)
     if precision == "bf16":
         compute_in(module, torch.bfloat16)
     expected = really_saved(module, precision == "bf16")
-    assert found.before + found.after + found.copies + sum(found.kept("none")) == pytest.approx(expected, rel=0.1)
-    assert len(found.blocks) == 3
+    assert activations.before + activations.after + activations.copies + sum(activations.kept("none")) == pytest.approx(
+        expected, rel=0.1
+    )
+    assert len(activations.blocks) == 3
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 def test_recomputation_keeps_what_is_predicted(tmp_path: Path, kind: str, mode: str) -> None:
     planned, train = predicted(tmp_path, kind, activation_checkpointing=mode)
-    found = count_activations(planned, train, Layout())
-    outside = found.before + found.after + found.copies
+    activations = count_activations(planned, train, Layout())
+    outside = activations.before + activations.after + activations.copies
     module = real(kind)
     apply_memory_savings(module, train, find_blocks(module, language_plan(module)))
     if mode == "full":
         rotary = module.model.rotary_emb(torch.zeros(1), torch.arange(LENGTH)[None])  # held, but not by autograd
-        expected = really_saved(module, bf16=False) + sum(each.nbytes for each in rotary)
-        assert outside + sum(found.kept(mode)) == pytest.approx(expected, rel=0.1)
+        expected = really_saved(module, bf16=False) + sum(tensor.nbytes for tensor in rotary)
+        assert outside + sum(activations.kept(mode)) == pytest.approx(expected, rel=0.1)
     else:
-        assert sum(found.kept("full")) < sum(found.kept(mode)) < sum(found.kept("none"))
-        assert sum(found.kept(mode)) == pytest.approx(kept_by_policy(module), rel=0.1)
+        assert sum(activations.kept("full")) < sum(activations.kept(mode)) < sum(activations.kept("none"))
+        assert sum(activations.kept(mode)) == pytest.approx(kept_by_policy(module), rel=0.1)
 
 
 def kept_by_policy(module: nn.Module) -> int:
@@ -149,9 +151,9 @@ def kept_by_policy(module: nn.Module) -> int:
     finally:
         _CachingTorchDispatchMode.__init__ = before
     leaves = tree_leaves([list(mode.storage.values()) for mode in modes])
-    held = [getattr(each, "val", each) for each in leaves]
+    held = [getattr(leaf, "val", leaf) for leaf in leaves]
     assert output.last_hidden_state.requires_grad and held
-    return saved.total + sum(each.nbytes for each in held if isinstance(each, torch.Tensor))
+    return saved.total + sum(tensor.nbytes for tensor in held if isinstance(tensor, torch.Tensor))
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3_moe", "deepseek_v3"])
@@ -166,17 +168,21 @@ def test_weights_gradients_and_optimiser_state_are_exact(tmp_path: Path, kind: s
     optimizer, _ = build_optimizer(module, train, 1)
     really_saved(module, bf16=False)
     optimizer.step()
-    assert memory.parts["weights"] == sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
-    gradients = [each.grad for each in module.parameters() if each.requires_grad]
-    missing = sum(each.nbytes for each in module.parameters() if each.requires_grad and each.grad is None)
-    assert memory.parts["gradients"] == sum(each.nbytes for each in gradients if each is not None) + missing
-    states = [each for state in optimizer.state.values() for each in state.values()]
-    assert memory.parts["optimiser state"] - 3 * missing == pytest.approx(sum(each.nbytes for each in states), abs=400)
+    assert memory.parts["weights"] == sum(parameter.nbytes for parameter in (*module.parameters(), *module.buffers()))
+    gradients = [parameter.grad for parameter in module.parameters() if parameter.requires_grad]
+    missing = sum(
+        parameter.nbytes for parameter in module.parameters() if parameter.requires_grad and parameter.grad is None
+    )
+    assert memory.parts["gradients"] == sum(gradient.nbytes for gradient in gradients if gradient is not None) + missing
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    assert memory.parts["optimiser state"] - 3 * missing == pytest.approx(
+        sum(state.nbytes for state in states), abs=400
+    )
 
 
-def only(found: list[RankMemory]) -> dict[str, int]:
-    assert len(found) == 1
-    return found[0].parts
+def only(actual: list[RankMemory]) -> dict[str, int]:
+    assert len(actual) == 1
+    return actual[0].parts
 
 
 def test_ranks_share_weights_gradients_and_state(tmp_path: Path) -> None:
@@ -212,12 +218,12 @@ def test_stages_hold_their_layers_and_the_micro_batches_under_way(tmp_path: Path
     settings = {"pipeline_parallel_size": 3, "global_batch_size": 6, "dyn_bsz": False}
     stages = plan_memory(*predicted(tmp_path, "qwen3", 3, **settings), 3)
     per_block = count_activations(*predicted(tmp_path, "qwen3"), Layout()).kept("none")
-    assert [each.parts["activations of blocks"] for each in stages] == [
+    assert [stage.parts["activations of blocks"] for stage in stages] == [
         3 * per_block[0],
         2 * per_block[1],
         per_block[2],
     ]
-    assert ["loss" in each.parts for each in stages] == [False, False, True]
+    assert ["loss" in stage.parts for stage in stages] == [False, False, True]
     settings["pipeline_schedule"] = "gpipe"
     stages = plan_memory(*predicted(tmp_path, "qwen3", 3, **settings), 3)
     assert stages[1].parts["activations of blocks"] == 6 * per_block[1]
@@ -233,9 +239,11 @@ def test_offload_moves_to_the_host(tmp_path: Path, ranks: int) -> None:
 
 def test_chunked_loss_holds_no_logits(tmp_path: Path) -> None:
     planned, train = predicted(tmp_path, "qwen3", chunked_loss=True)
-    found = count_activations(planned, train, Layout())
+    activations = count_activations(planned, train, Layout())
     expected = really_saved(real("qwen3"), bf16=False, chunked=True)
-    assert found.before + found.after + found.copies + sum(found.kept("none")) == pytest.approx(expected, rel=0.1)
+    assert activations.before + activations.after + activations.copies + sum(activations.kept("none")) == pytest.approx(
+        expected, rel=0.1
+    )
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])
@@ -250,18 +258,20 @@ def test_diffusion_models_are_predicted_the_same_way(tmp_path: Path, source: str
 
     model = build_diffusion_model(config)
     denoiser, saved = model.denoiser, Saved(model.denoiser)
-    assert memory.parts["weights"] == sum(each.nbytes for each in (*denoiser.parameters(), *denoiser.buffers()))
-    trained = sum(each.nbytes for each in denoiser.parameters() if each.requires_grad)
+    assert memory.parts["weights"] == sum(
+        parameter.nbytes for parameter in (*denoiser.parameters(), *denoiser.buffers())
+    )
+    trained = sum(parameter.nbytes for parameter in denoiser.parameters() if parameter.requires_grad)
     assert memory.parts["gradients"] == trained
     for name in ("vae", "text_encoder", "text_encoder_3"):
         component = model.components[name]
-        expected = sum(each.nbytes for each in (*component.parameters(), *component.buffers()))
+        expected = sum(parameter.nbytes for parameter in (*component.parameters(), *component.buffers()))
         assert memory.parts[f"frozen {name}"] == expected
     conditioning = model.encode_prompts(["write", '"'])
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
         model.predict_velocity(torch.zeros(2, 4, 8, 8), torch.ones(2), conditioning)
-    found = memory.parts["activations of blocks"] + memory.parts["activations outside blocks"]
-    assert found == pytest.approx(saved.total, rel=0.1)
+    actual = memory.parts["activations of blocks"] + memory.parts["activations outside blocks"]
+    assert actual == pytest.approx(saved.total, rel=0.1)
 
 
 def test_autocast_is_counted_as_cuda_computes() -> None:
@@ -311,8 +321,8 @@ def test_logits_take_what_is_predicted(
         section = load_config(TextRLTrainConfig, overrides={"output_dir": str(tmp_path), "mixed_precision": "bf16"})
         planned = plan_text_policy(described(tmp_path, "llama"), LENGTH, 1, section, Layout(), on_gpu=True)
     (memory,) = plan_memory(planned, train, 1)
-    found = memory.parts["loss"] + memory.parts["activations outside blocks"]
-    assert found / logits == pytest.approx(per_logit, abs=1)
+    result = memory.parts["loss"] + memory.parts["activations outside blocks"]
+    assert result / logits == pytest.approx(per_logit, abs=1)
 
 
 def test_drawing_decoding_and_embedding_take_what_is_predicted(tmp_path: Path) -> None:

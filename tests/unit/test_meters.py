@@ -58,8 +58,8 @@ def test_rates_are_amounts_by_seconds_and_devices() -> None:
 def test_parts_of_a_step_have_rates_of_their_own() -> None:
     meter = Meter(COPIES, peak_flops=1e12)
     meter.count(images=8, flops={"generate": 4e12, "update": 12e12})
-    found = meter.rates(10.0, {"time/generate_s": 2.0, "time/update_s": 4.0})
-    assert found == {
+    result = meter.rates(10.0, {"time/generate_s": 2.0, "time/update_s": 4.0})
+    assert result == {
         "throughput/images_per_s": 0.8,
         "throughput/flops_per_s": 1.6e12,
         "throughput/mfu": 0.4,
@@ -87,10 +87,10 @@ def test_each_phase_has_a_peak_of_memory(monkeypatch: pytest.MonkeyPatch) -> Non
     meter.phase_ended("generate")
     meter.phase_ended("data")  # no phase of its own
     meter.phase_ended("update")
-    found = meter.memory()
-    assert found["memory/generate_gpu_peak_mib"] == 300
-    assert found["memory/update_gpu_peak_mib"] == 700
-    assert found["memory/gpu_peak_mib"] == 700, "the peak of the step is that of its largest phase"
+    result = meter.memory()
+    assert result["memory/generate_gpu_peak_mib"] == 300
+    assert result["memory/update_gpu_peak_mib"] == 700
+    assert result["memory/gpu_peak_mib"] == 700, "the peak of the step is that of its largest phase"
     assert "memory/update_gpu_peak_mib" not in meter.memory()
 
 
@@ -186,7 +186,7 @@ def test_every_part_that_a_task_times_is_a_known_phase(tmp_path: Path) -> None:
 def profiled_steps(folder: Path) -> list[int]:
     """Sizes of the products in a trace: each step of the tests multiplies matrices of its own size."""
     trace = json.loads(gzip.decompress((folder / "rank0.json.gz").read_bytes()))
-    return [each["args"]["Input Dims"][0][0] for each in trace["traceEvents"] if each.get("name") == "aten::mm"]
+    return [entry["args"]["Input Dims"][0][0] for entry in trace["traceEvents"] if entry.get("name") == "aten::mm"]
 
 
 @pytest.mark.parametrize(

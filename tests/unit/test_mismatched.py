@@ -24,12 +24,12 @@ def sample(number, prompt, answer):
 def documents(batch):
     """Tokens of each document, and those that are labels."""
     ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
-    found = []
+    results = []
     for number, length in enumerate(batch.document_lengths):
         start = int((batch.document_ids.flatten() == number).nonzero()[0])
         own = labels[start : start + length]
-        found.append((ids[start : start + length].tolist(), own[own != IGNORED].tolist()))
-    return found
+        results.append((ids[start : start + length].tolist(), own[own != IGNORED].tolist()))
+    return results
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -50,6 +50,6 @@ def test_long_answers_are_cut_and_placeholders_stay():
         make_batch([sample(1, 5, 9), sample(2, 6, 1)], [0, 1], [0, 0], True, 0, 2),
         make_batch([], [], [], True, 0, 2),
     ]
-    found, nothing = mismatched(batches, ALONE, 8, 0)
-    assert documents(found)[1] == ([200, 201, 202, 203, 204, 205, 150, 151], [150, 151])
+    result, nothing = mismatched(batches, ALONE, 8, 0)
+    assert documents(result)[1] == ([200, 201, 202, 203, 204, 205, 150, 151], [150, 151])
     assert not nothing.document_lengths and nothing.input_ids.shape == (1, 2)

@@ -12,15 +12,15 @@ from sfumato.errors import DataError
 def order_of(sizes, weights=None, level="sample", stopping="first_exhausted", seed=0, shuffle=True, longest=9):
     source_of = np.repeat(np.arange(len(sizes)), sizes)
     lengths = np.random.default_rng(5).integers(2, longest + 1, sum(sizes))
-    names = [f"s{each}" for each in range(len(sizes))]
+    names = [f"s{index}" for index in range(len(sizes))]
     return Order(lengths, source_of, names, weights, level, stopping, seed, shuffle), source_of, lengths
 
 
 def test_one_source_is_a_permutation_in_each_epoch():
     order, _, _ = order_of([50])
     epochs = [order.epoch(number).tolist() for number in (2, 0, 1)]
-    assert all(sorted(each) == list(range(50)) for each in epochs)
-    assert len({tuple(each) for each in epochs}) == 3
+    assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
     assert order_of([50])[0].epoch(1).tolist() == epochs[2]
     assert order_of([50], seed=1)[0].epoch(1).tolist() != epochs[2]
     assert order_of([50], shuffle=False)[0].epoch(3).tolist() == list(range(50))
@@ -57,7 +57,7 @@ def test_each_source_goes_through_its_samples_before_it_repeats_one(level, stopp
         given = indices[source_of[indices] == source]
         passes = [given[start : start + size] for start in range(0, len(given), size)]
         assert len(passes) > 2
-        assert all(len(set(each.tolist())) == len(each) for each in passes)
+        assert all(len(set(tensor.tolist())) == len(tensor) for tensor in passes)
         assert not np.array_equal(passes[0], passes[1])
 
 

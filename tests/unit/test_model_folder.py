@@ -116,7 +116,7 @@ SLOW_CHATS = [(name, template) for name in TASKS for template in ("chatml", "her
 
 
 @pytest.mark.parametrize(
-    ("name", "template"), [*CHATS, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW_CHATS)]
+    ("name", "template"), [*CHATS, *(pytest.param(*slow_chat, marks=pytest.mark.slow) for slow_chat in SLOW_CHATS)]
 )
 def test_chatml_on_a_base_model_is_exported_and_ends(name, template, tmp_path):
     folder, overrides = base_folder(tmp_path / "model"), dict(TASKS[name])
@@ -265,8 +265,8 @@ def test_a_broken_generation_config_stops_the_run_by_name(tmp_path):
     folder = write_model_folder("qwen3", tmp_path / "model")
     (folder / "generation_config.json").write_text("{", encoding="utf-8")
     config = text_config(tmp_path, folder)
-    found = check_config(write_config(config, tmp_path / "c.yaml"))
-    assert found.exit_code == 2 and "generation_config.json: cannot be read" in found.problems[0]
+    result = check_config(write_config(config, tmp_path / "c.yaml"))
+    assert result.exit_code == 2 and "generation_config.json: cannot be read" in result.problems[0]
 
 
 def test_check_says_how_answers_end(tmp_path, capsys):
@@ -298,5 +298,5 @@ def test_check_of_a_reward_model_says_nothing_of_ends(tmp_path):
     folder = write_model_folder("qwen3", tmp_path / "model")
     config = text_config(tmp_path, folder, {"data_type": "preference"}, made=pairs, evaluated=False)
     config["reward"] = {"objective": "bradley_terry"}
-    found = check_config(write_config(config, tmp_path / "c.yaml"))
-    assert not found.problems and found.data.answers == []
+    result = check_config(write_config(config, tmp_path / "c.yaml"))
+    assert not result.problems and result.data.answers == []

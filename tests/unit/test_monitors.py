@@ -48,9 +48,9 @@ def test_latents_differ_by_their_directions() -> None:
 
 def test_velocity_norms_are_sums_over_rows() -> None:
     velocity = torch.stack([torch.full((2, 2), 3.0), torch.full((2, 2), -4.0)]).requires_grad_()
-    found = velocity_norms(velocity, torch.stack([torch.full((2, 2), 1.5), torch.full((2, 2), 4.0)]))
-    assert found == {"velocity/rms": 7, "velocity/norm_ratio": 3}
-    assert not any(each.requires_grad for each in found.values())
+    result = velocity_norms(velocity, torch.stack([torch.full((2, 2), 1.5), torch.full((2, 2), 4.0)]))
+    assert result == {"velocity/rms": 7, "velocity/norm_ratio": 3}
+    assert not any(value.requires_grad for value in result.values())
     assert velocity_norms(velocity, None).keys() == {"velocity/rms"}
 
 

@@ -34,8 +34,8 @@ class Layers(nn.Module):
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         hidden = self.embed(ids)
-        for each in self.layers:
-            hidden = functional.gelu(each(hidden))
+        for layer in self.layers:
+            hidden = functional.gelu(layer(hidden))
         return self.head(hidden)
 
 
@@ -43,8 +43,8 @@ def train(module: nn.Module, *optimizers: torch.optim.Optimizer, num_steps: int 
     for step in range(start, start + num_steps):
         ids = torch.randint(0, 11, (3, 5), generator=torch.Generator().manual_seed(step)).to(DEVICE)
         module(ids).square().mean().backward()
-        for each in optimizers:
-            each.step()
+        for optimizer in optimizers:
+            optimizer.step()
         module.zero_grad()
 
 
@@ -55,29 +55,29 @@ def layers() -> Layers:
 
 def test_bf16_steps_are_those_of_torch_bit_for_bit():
     matrices = ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
-    truth, found = layers(), layers()
-    hidden = [each for name, each in truth.named_parameters() if name in matrices]
-    others = [each for name, each in truth.named_parameters() if name not in matrices]
+    truth, actual = layers(), layers()
+    hidden = [parameter for name, parameter in truth.named_parameters() if name in matrices]
+    others = [parameter for name, parameter in truth.named_parameters() if name not in matrices]
     muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.1, momentum=0.95, adjust_lr_fn="match_rms_adamw")
     train(truth, muon, torch.optim.AdamW(others, lr=0.02, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-8))
 
-    parameters = dict(found.named_parameters())
+    parameters = dict(actual.named_parameters())
     groups = [
         {"params": [parameters[name] for name in matrices], "orthogonal": True},
-        {"params": [each for name, each in parameters.items() if name not in matrices], "orthogonal": False},
+        {"params": [parameter for name, parameter in parameters.items() if name not in matrices], "orthogonal": False},
     ]
     settings = {"lr": 0.02, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
-    train(found, Muon(groups, compute_dtype=torch.bfloat16, **settings))
-    for name, each in truth.named_parameters():
-        assert torch.equal(parameters[name], each), name
+    train(actual, Muon(groups, compute_dtype=torch.bfloat16, **settings))
+    for name, parameter in truth.named_parameters():
+        assert torch.equal(parameters[name], parameter), name
 
 
 def test_on_a_cpu_the_steps_run_in_float32():
     module, settings = layers().cpu(), config(lr=0.02, weight_decay=0.1)
-    before = {name: each.detach().clone() for name, each in module.named_parameters()}
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
     optimizer, _ = build_optimizer(module, settings, 1)
-    for index, each in enumerate(module.parameters()):
-        each.grad = torch.randn(each.shape, generator=torch.Generator().manual_seed(index))
+    for index, tensor in enumerate(module.parameters()):
+        tensor.grad = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(index))
     optimizer.step()
     for name in ("layers.0.weight", "layers.1.weight"):
         parameter = module.get_parameter(name)
@@ -99,16 +99,16 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(20, 20), (8, 40), (40, 8), (5, 12, 9), (3, 9, 12)])
 def test_singular_values_become_about_one(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    found = orthogonalised(matrices)
-    assert found.shape == shape
-    values = torch.linalg.svdvals(found)
+    result = orthogonalised(matrices)
+    assert result.shape == shape
+    values = torch.linalg.svdvals(result)
     assert values.max() < 1.3
     wide = torch.linalg.svdvals(matrices) > 0.02 * matrices.norm(dim=(-2, -1), keepdim=True)[..., 0]
     assert values[wide].min() > 0.6
     if len(shape) == 3:  # each expert on its own
-        for one, each in zip(matrices, found, strict=True):
-            torch.testing.assert_close(orthogonalised(one), each, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(orthogonalised(matrices.mT), found.mT, rtol=1e-4, atol=1e-5)
+        for matrix, each in zip(matrices, result, strict=True):
+            torch.testing.assert_close(orthogonalised(matrix), each, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(orthogonalised(matrices.mT), result.mT, rtol=1e-4, atol=1e-5)
 
 
 def test_a_matrix_of_zeros_stays_finite():
@@ -118,22 +118,22 @@ def test_a_matrix_of_zeros_stays_finite():
 def test_what_is_hidden_in_a_language_model():
     module = build("moe")
     trained = set(dict(module.named_parameters()))
-    found = hidden_matrices(module)
-    assert trained - found == {
+    result = hidden_matrices(module)
+    assert trained - result == {
         "model.embed_tokens.weight",
         "model.norm.weight",
         "lm_head.weight",
         *(name for name in trained if "norm" in name),
     }
-    assert {"model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.gate.weight"} <= found
+    assert {"model.layers.1.mlp.experts.gate_up_proj", "model.layers.1.mlp.gate.weight"} <= result
 
 
 def test_what_is_hidden_in_a_diffusion_transformer():
     for kind, block in (("sd3", "transformer_blocks."), ("flux", "transformer_blocks."), ("wan", "blocks.")):
         module = build(kind)
-        found = hidden_matrices(module)
-        linear = {f"{name}.weight" for name, each in module.named_modules() if isinstance(each, nn.Linear)}
-        assert found == {name for name in linear if block in name}, kind  # no patch embedding, no final projection
+        result = hidden_matrices(module)
+        linear = {f"{name}.weight" for name, module in module.named_modules() if isinstance(module, nn.Linear)}
+        assert result == {name for name in linear if block in name}, kind  # no patch embedding, no final projection
     assert "blocks.0.scale_shift_table" in dict(build("wan").named_parameters())  # three-dimensional, but no experts
 
 
@@ -143,13 +143,13 @@ def test_adapters_are_left_to_adamw_and_muon_then_has_nothing_to_do():
         build_optimizer(module, config(), 1)
     module.model.layers[0].mlp.up_proj.weight.requires_grad_(True)
     optimizer, _ = build_optimizer(module, config(), 1)
-    (orthogonal,) = [each for each in optimizer.param_groups if each["orthogonal"]]
-    assert [id(each) for each in orthogonal["params"]] == [id(module.model.layers[0].mlp.up_proj.weight)]
+    (orthogonal,) = [param_group for param_group in optimizer.param_groups if param_group["orthogonal"]]
+    assert [id(param) for param in orthogonal["params"]] == [id(module.model.layers[0].mlp.up_proj.weight)]
 
 
 def test_transposed_experts_move_as_their_transpose():
     """Scale and steps do not depend on which of the two dimensions is the input."""
-    found = []
+    results = []
     for transpose in (False, True):
         weight = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(0))
         weight = nn.Parameter(weight.mT.contiguous() if transpose else weight)
@@ -158,8 +158,8 @@ def test_transposed_experts_move_as_their_transpose():
             gradient = torch.randn(4, 6, 10, generator=torch.Generator().manual_seed(step))
             weight.grad = gradient.mT.contiguous() if transpose else gradient
             optimizer.step()
-        found.append(weight.mT if transpose else weight)
-    torch.testing.assert_close(*found, rtol=0, atol=1e-5)
+        results.append(weight.mT if transpose else weight)
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
 
 
 def test_groups_rates_and_schedule():
@@ -184,11 +184,11 @@ def test_state_dict_goes_on_as_if_nothing_had_happened():
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     for module, each in ((truth, optimizer), (other, resumed)):
         train(module, each, start=4)
-    for name, each in truth.named_parameters():
-        assert torch.equal(other.get_parameter(name), each), name
-    for each in truth.parameters():
-        state = optimizer.state[each]
-        assert all(value.ndim == 0 or value.shape == each.shape for value in state.values())
+    for name, parameter in truth.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter), name
+    for parameter in truth.parameters():
+        state = optimizer.state[parameter]
+        assert all(value.ndim == 0 or value.shape == parameter.shape for value in state.values())
     assert set(optimizer.state[truth.layers[0].weight]) == {"momentum_buffer"}
     assert set(optimizer.state[truth.embed.weight]) == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -205,8 +205,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
     load_state(TrainState(other, resumed, again), StoredCheckpoint(tmp_path / "global_step_4"), mesh)
     for module, each in ((truth, optimizer), (other, resumed)):
         train(module, each, start=4)
-    for name, each in truth.named_parameters():
-        assert torch.equal(other.get_parameter(name), each), name
+    for name, parameter in truth.named_parameters():
+        assert torch.equal(other.get_parameter(name), parameter), name
 
 
 def test_it_learns_at_the_rate_of_adamw():

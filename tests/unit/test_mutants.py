@@ -23,8 +23,8 @@ def share(rows: list[int], most: int | None = None) -> float:
 
 
 def test_each_change_is_one_that_a_test_should_notice():
-    found = {(mutant.line, mutant.change) for mutant in mutants_of("share.py", SOURCE)}
-    assert found == {
+    result = {(mutant.line, mutant.change) for mutant in mutants_of("share.py", SOURCE)}
+    assert result == {
         (4, "most is not None and len(rows) > most -> ((most is not None) or (len(rows) > most))"),
         (4, "most is not None -> (most is None)"),
         (4, "len(rows) > most -> (len(rows) >= most)"),

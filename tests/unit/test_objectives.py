@@ -129,7 +129,9 @@ def test_guard_recentres_every_dynamics_by_the_whole_density(dynamics: object) -
 
 def test_guard_has_no_drift_where_the_plain_ratio_has() -> None:
     rows = (2000, 16)
-    step = FlowSDE(0.7).step(normal(3, rows), normal(1, rows), *(torch.full((2000,), each) for each in (0.6, 0.5)), 0.9)
+    step = FlowSDE(0.7).step(
+        normal(3, rows), normal(1, rows), *(torch.full((2000,), value) for value in (0.6, 0.5)), 0.9
+    )
     drawn = step.draw(normal(2, rows))
     old = SampledSteps(drawn, step.log_prob(drawn), torch.full((2000,), 0.1), step.mean)
     new = dataclasses.replace(step, mean=step.mean + 0.2 * step.std[:, None])
@@ -168,7 +170,7 @@ def test_tokens_have_the_losses_of_steps_and_those_outside_the_mask_have_none(ob
         log_ratio = log_ratio if mask is None else torch.where(mask, log_ratio, torch.nan)
         loss, stats = objective.loss(Ratio(log_ratio, kl[rows]), advantages[rows], mask)
         (gradient,) = torch.autograd.grad(loss.sum(), log_ratio)
-        return loss.detach(), gradient, {name: float(each) for name, each in stats.items()}
+        return loss.detach(), gradient, {name: float(value) for name, value in stats.items()}
 
     alone, whole = learned(mask.nonzero().flatten(), None), learned(torch.arange(9), mask)
     assert torch.equal(whole[0][mask], alone[0]) and not whole[0][~mask].any() and alone[0].all()
@@ -210,7 +212,7 @@ def test_only_the_policy_gets_gradients_and_statistics_are_detached(objective: o
     assert all(value.ndim == 0 and not value.requires_grad for value in stats.values())
     loss.sum().backward()
     assert batch.velocity.grad.abs().sum() > 0
-    assert all(each.grad is None for each in others.values())
+    assert all(other.grad is None for other in others.values())
 
 
 @pytest.mark.parametrize("objective", SAMPLE, ids=named)

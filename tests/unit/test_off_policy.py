@@ -99,52 +99,52 @@ def corrected_loss(objective, part, new, behaviour, advantages, ids, means=None,
 
 @pytest.mark.parametrize("level", ["step", "trajectory", "trajectory_mean"])
 def test_each_level_is_what_its_name_says(level):
-    found = log_ratio_of(*rows(), level)
-    assert found.dtype == torch.float64
-    assert found.tolist() == pytest.approx(at_level(level), rel=1e-12)
+    log_ratio = log_ratio_of(*rows(), level)
+    assert log_ratio.dtype == torch.float64
+    assert log_ratio.tolist() == pytest.approx(at_level(level), rel=1e-12)
 
 
 @pytest.mark.parametrize("cap", [1.0, 1.5, 2.0, None])
 @pytest.mark.parametrize("level", ["step", "trajectory", "trajectory_mean"])
 def test_weights_are_ratios_up_to_the_cap(level, cap):
-    found = Decoupled(level, cap).correct(*rows())
-    ratios = [math.exp(each) for each in at_level(level)]
-    assert found.weights.dtype == torch.float32
-    assert found.weights.tolist() == pytest.approx([min(each, cap or math.inf) for each in ratios], rel=1e-6)
-    assert found.truncated.tolist() == [cap is not None and each > cap for each in ratios]
-    assert not found.rejected.any()
+    result = Decoupled(level, cap).correct(*rows())
+    ratios = [math.exp(value) for value in at_level(level)]
+    assert result.weights.dtype == torch.float32
+    assert result.weights.tolist() == pytest.approx([min(ratio, cap or math.inf) for ratio in ratios], rel=1e-6)
+    assert result.truncated.tolist() == [cap is not None and ratio > cap for ratio in ratios]
+    assert not result.rejected.any()
 
 
 @pytest.mark.parametrize("level", ["step", "trajectory", "trajectory_mean"])
 def test_rows_outside_the_bounds_are_left_out_with_their_trajectory_or_alone(level):
     part = Rejection(level, min_ratio=0.4, max_ratio=1.7, weight_level="step", cap=1.6)
-    found = part.correct(*rows())
-    outside = [not 0.4 <= math.exp(each) <= 1.7 for each in at_level(level)]
+    actual = part.correct(*rows())
+    outside = [not 0.4 <= math.exp(value) <= 1.7 for value in at_level(level)]
     expected = {
         "step": [False, True, False, False, True, False],
         "trajectory": [True, True, True, True, True, True],
         "trajectory_mean": [False, True, True, False, True, False],
     }
-    assert outside == expected[level] == found.rejected.tolist()
-    weights = [0.0 if out else min(math.exp(each), 1.6) for out, each in zip(outside, LOG_RATIO, strict=True)]
-    assert found.weights.tolist() == pytest.approx(weights, rel=1e-6)
-    assert found.truncated.tolist() == [
+    assert outside == expected[level] == actual.rejected.tolist()
+    weights = [0.0 if out else min(math.exp(value), 1.6) for out, value in zip(outside, LOG_RATIO, strict=True)]
+    assert actual.weights.tolist() == pytest.approx(weights, rel=1e-6)
+    assert actual.truncated.tolist() == [
         not out and each > math.log(1.6) for out, each in zip(outside, LOG_RATIO, strict=True)
     ]
 
 
 def test_rejection_alone_weights_what_stays_by_one():
-    found = Rejection(min_ratio=0.4, max_ratio=1.7, weight_level=None, cap=None).correct(*rows())
-    assert found.weights.tolist() == [1, 0, 1, 1, 0, 1]
+    result = Rejection(min_ratio=0.4, max_ratio=1.7, weight_level=None, cap=None).correct(*rows())
+    assert result.weights.tolist() == [1, 0, 1, 1, 0, 1]
     assert Rejection(min_ratio=0.0, max_ratio=3.0).correct(*rows()).rejected.sum() == 0
 
 
 @pytest.mark.parametrize("part", CORRECTIONS, ids=named)
 def test_on_policy_nothing_changes_to_the_bit(part):
-    found = part.correct(torch.zeros(5), torch.tensor([3, 3, 1, 1, 1]))
-    assert torch.equal(found.weights, torch.ones(5)) and not (found.truncated | found.rejected).any()
+    result = part.correct(torch.zeros(5), torch.tensor([3, 3, 1, 1, 1]))
+    assert torch.equal(result.weights, torch.ones(5)) and not (result.truncated | result.rejected).any()
     mismatch = Mismatch()
-    mismatch.add(torch.zeros(5), found)
+    mismatch.add(torch.zeros(5), result)
     metrics = mismatch_metrics(mismatch.sums, mismatch.largest)
     assert metrics == EXACT and math.copysign(1, metrics["mismatch/kl_k1"]) == 1
 
@@ -175,11 +175,11 @@ def test_rows_outside_the_mask_count_for_nothing(part):
     log_ratio, samples = rows()
     mask = torch.tensor([True, True, True, False, True, True])
     padded = torch.where(mask, log_ratio, 7.0)  # whatever stands there
-    found, alone = part.correct(padded, samples, mask), part.correct(log_ratio[mask], samples[mask])
+    result, alone = part.correct(padded, samples, mask), part.correct(log_ratio[mask], samples[mask])
     for name in ("weights", "log_weights", "truncated", "rejected"):
-        assert torch.equal(getattr(found, name)[mask], getattr(alone, name)), name
+        assert torch.equal(getattr(result, name)[mask], getattr(alone, name)), name
     with_mask, without = Mismatch(), Mismatch()
-    with_mask.add(padded, found, mask=mask)
+    with_mask.add(padded, result, mask=mask)
     without.add(log_ratio[mask], alone)
     assert with_mask.sums == pytest.approx(without.sums, rel=1e-12) and with_mask.largest == without.largest
 
@@ -198,16 +198,16 @@ def test_metrics_by_hand_whoever_has_the_rows(split):
     sums, largest = {}, 0.0
     for at in (slice(0, split), slice(split, 6)):  # two ranks; one may have nothing
         mismatch = Mismatch()
-        log_ratio, samples = (each[at] for each in rows())
+        log_ratio, samples = (row[at] for row in rows())
         mismatch.add(log_ratio, part.correct(log_ratio, samples))
         sums = {name: sums.get(name, 0.0) + value for name, value in mismatch.sums.items()}
         largest = max(largest, mismatch.largest)
-    kept = [math.exp(each) for each in LOG_RATIO if 0.4 <= math.exp(each) <= 2.0]
+    kept = [math.exp(value) for value in LOG_RATIO if 0.4 <= math.exp(value) <= 2.0]
     assert len(kept) == 4
     assert mismatch_metrics(sums, largest) == pytest.approx(
         {
             "mismatch/kl_k1": -sum(LOG_RATIO) / 6,
-            "mismatch/kl_k3": sum(math.exp(each) - 1 - each for each in LOG_RATIO) / 6,
+            "mismatch/kl_k3": sum(math.exp(value) - 1 - value for value in LOG_RATIO) / 6,
             "mismatch/log_ratio_max": 1.25,
             "mismatch/ess": sum(kept) ** 2 / (6 * sum(each**2 for each in kept)),
             "mismatch/weight": sum(min(each, 1.6) for each in kept) / 6,
@@ -250,15 +250,15 @@ def test_kl_estimates_are_those_of_two_gaussians():
 def test_a_fresh_sample_has_the_loss_and_gradient_it_always_had(part, objective):
     behaviour, ids = drawn_by(step_of(normal(3))), rows()[1]
     advantages = torch.linspace(-1, 1, 6)
-    found = []
+    results = []
     for proximal in (None, behaviour.means):
         velocity = normal(3).requires_grad_()
         new = step_of(velocity)
         losses, stats = corrected_loss(objective, part, new, behaviour, advantages, ids, proximal)
         losses.sum().backward()
-        found.append((losses.detach(), velocity.grad, {name: float(each) for name, each in stats.items()}))
-    assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-    assert found[0][2] == found[1][2] and found[0][1].any()
+        results.append((losses.detach(), velocity.grad, {name: float(value) for name, value in stats.items()}))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+    assert results[0][2] == results[1][2] and results[0][1].any()
 
 
 def test_decoupled_loss_by_hand():
@@ -313,7 +313,7 @@ def test_rows_left_out_have_no_gradient_and_still_count():
         ClippedRatio(0.2), part, step_of(velocity), behaviour, torch.ones(6), rows()[1], proximal.mean, mismatch
     )
     losses.sum().backward()
-    assert [bool(each.any()) for each in velocity.grad] == [True, False, True, True, False, True]
+    assert [bool(tensor.any()) for tensor in velocity.grad] == [True, False, True, True, False, True]
     assert losses.tolist() == [-1, 0, -1, -1, 0, -1]
     assert mismatch.sums["rows"] == 6 and mismatch.sums["rejected"] == 2
 
@@ -396,8 +396,8 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
     updated = copy.deepcopy(model.denoiser.state_dict())
     try:
         with torch.no_grad():
-            for each in model.denoiser.parameters():
-                each.mul_(1.01)
+            for parameter in model.denoiser.parameters():
+                parameter.mul_(1.01)
         means = proximal_means(model, batch, parts, dynamics, 1.0)
         part = batch.rows(parts[0])
         new = replay_trajectories(model, part.kept, part.row_conditioning, dynamics, 1.0)

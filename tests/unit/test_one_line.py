@@ -87,9 +87,9 @@ def test_a_long_value_is_not_repeated_in_full() -> None:
 def test_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     model = "{config_path: ~/m.yaml, model_path: null}"
-    found = dit("--train.output_dir", "~/a", "--data.cache_dir", "'~'", "--model", model)
-    assert found.train.output_dir == f"{tmp_path}/a" and found.data.cache_dir == str(tmp_path)
-    assert found.model.config_path == f"{tmp_path}/m.yaml"
+    result = dit("--train.output_dir", "~/a", "--data.cache_dir", "'~'", "--model", model)
+    assert result.train.output_dir == f"{tmp_path}/a" and result.data.cache_dir == str(tmp_path)
+    assert result.model.config_path == f"{tmp_path}/m.yaml"
     overrides = ["--data.synthetic", "null", "--data.train_path", "~/a.jsonl, ~/b.jsonl,c~d"]
     overrides += ["--data.eval_path", "~/held.jsonl"]
     text = parse_config(TrainTextConfig, [str(QUICKSTART / "text_sft.yaml"), *overrides])

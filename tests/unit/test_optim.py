@@ -42,32 +42,32 @@ def test_without_warm_up_the_first_step_has_the_full_rate():
 
 
 def test_linear_decay_goes_from_the_warm_up_to_lr_min():
-    found = rates(6, lr=1.0, lr_min=0.2, lr_warmup_steps=2, lr_decay_style="linear")
-    assert found == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-12)
+    result = rates(6, lr=1.0, lr_min=0.2, lr_warmup_steps=2, lr_decay_style="linear")
+    assert result == pytest.approx([0.5, 1.0, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-12)
 
 
 def test_cosine_decay_goes_from_the_warm_up_to_lr_min():
-    found = rates(10, lr=1.0, lr_min=0.1, lr_warmup_steps=2, lr_decay_style="cosine")
-    assert found[2] == 1.0
-    assert found[6] == pytest.approx(0.55, rel=1e-12)  # half way: the mean of both
-    assert found[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), rel=1e-12)
-    assert found[10] == pytest.approx(0.1, rel=1e-12)
-    assert all(later < earlier for earlier, later in itertools.pairwise(found[2:]))
+    result = rates(10, lr=1.0, lr_min=0.1, lr_warmup_steps=2, lr_decay_style="cosine")
+    assert result[2] == 1.0
+    assert result[6] == pytest.approx(0.55, rel=1e-12)  # half way: the mean of both
+    assert result[4] == pytest.approx(0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi / 4)), rel=1e-12)
+    assert result[10] == pytest.approx(0.1, rel=1e-12)
+    assert all(later < earlier for earlier, later in itertools.pairwise(result[2:]))
 
 
 @pytest.mark.parametrize("style", ["linear", "cosine"])
 def test_decay_ratio_leaves_a_plateau_before_it(style):
-    found = rates(100, lr=1.0, lr_min=0.01, lr_warmup_steps=10, lr_decay_style=style, lr_decay_ratio=0.3)
-    assert set(found[9:71]) == {1.0}
-    assert found[71] < 1.0
-    assert found[85] == pytest.approx(0.505, rel=1e-12)
-    assert found[100] == pytest.approx(0.01, rel=1e-12)
+    result = rates(100, lr=1.0, lr_min=0.01, lr_warmup_steps=10, lr_decay_style=style, lr_decay_ratio=0.3)
+    assert set(result[9:71]) == {1.0}
+    assert result[71] < 1.0
+    assert result[85] == pytest.approx(0.505, rel=1e-12)
+    assert result[100] == pytest.approx(0.01, rel=1e-12)
 
 
 def test_warm_up_longer_than_the_rest_is_never_cut_short():
-    found = rates(10, lr=1.0, lr_warmup_steps=8, lr_decay_style="linear", lr_decay_ratio=0.5)
-    assert found[7] == found[8] == 1.0
-    assert found[9] == pytest.approx(0.5) and found[10] == 0.0
+    result = rates(10, lr=1.0, lr_warmup_steps=8, lr_decay_style="linear", lr_decay_ratio=0.5)
+    assert result[7] == result[8] == 1.0
+    assert result[9] == pytest.approx(0.5) and result[10] == 0.0
 
 
 def test_beyond_the_end_the_rate_stays_at_lr_min():
@@ -94,7 +94,7 @@ def test_matrices_decay_and_vectors_do_not():
     module[3].requires_grad_(False)
     settings = config(lr=0.1, weight_decay=0.5, betas=(0.8, 0.9), eps=1e-5)
     optimizer, _ = build_optimizer(module, settings, 1)
-    decay = {id(each): group["weight_decay"] for group in optimizer.param_groups for each in group["params"]}
+    decay = {id(param): group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
     expected = {
         "0.weight": 0.5,
         "0.bias": 0.0,
@@ -102,25 +102,27 @@ def test_matrices_decay_and_vectors_do_not():
         "1.bias": 0.0,
         "2.weight": 0.5,
     }  # and nothing of the frozen layer
-    assert {name: decay.get(id(each)) for name, each in module.named_parameters() if id(each) in decay} == expected
+    assert {
+        name: decay.get(id(parameter)) for name, parameter in module.named_parameters() if id(parameter) in decay
+    } == expected
     assert all(group["betas"] == (0.8, 0.9) and group["eps"] == 1e-5 for group in optimizer.param_groups)
 
-    before = {name: each.detach().clone() for name, each in module.named_parameters()}
-    for each in module.parameters():
-        each.grad = torch.zeros_like(each)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    for name, each in module.named_parameters():
+    for name, tensor in module.named_parameters():
         factor = 1 - 0.1 * expected.get(name, 0.0)
-        torch.testing.assert_close(each.detach(), before[name] * factor)
+        torch.testing.assert_close(tensor.detach(), before[name] * factor)
 
 
 def test_wsd_falls_by_the_square_root_over_its_last_part():
-    found = rates(20, lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_style="wsd", lr_decay_ratio=0.5)
-    assert found[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0], rel=1e-12)
-    assert set(found[3:11]) == {1.0}
+    actual = rates(20, lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_style="wsd", lr_decay_ratio=0.5)
+    assert actual[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0], rel=1e-12)
+    assert set(actual[3:11]) == {1.0}
     expected = [0.2 + 0.8 * (1 - ((step - 10) / 10) ** 0.5) for step in range(10, 21)]
-    assert found[10:] == pytest.approx(expected, rel=1e-12)
-    assert found[20] == 0.2
+    assert actual[10:] == pytest.approx(expected, rel=1e-12)
+    assert actual[20] == 0.2
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "wsd"])
@@ -129,12 +131,12 @@ def test_wsd_falls_by_the_square_root_over_its_last_part():
 )
 def test_every_style_starts_above_zero_and_never_decays_below_its_minimum(style, total, warmup, ratio):
     decay = {"lr_min": 0.1, "lr_decay_style": style, "lr_decay_ratio": ratio} if style != "constant" else {}
-    found = rates(total, lr=0.3, lr_warmup_steps=warmup, **decay)
-    assert found[0] == pytest.approx(0.3 / max(warmup, 1), rel=1e-12)
-    assert all(earlier >= later for earlier, later in itertools.pairwise(found[warmup:]))
-    assert all(0.1 - 1e-12 <= rate <= 0.3 + 1e-12 for rate in found[warmup:])
+    result = rates(total, lr=0.3, lr_warmup_steps=warmup, **decay)
+    assert result[0] == pytest.approx(0.3 / max(warmup, 1), rel=1e-12)
+    assert all(earlier >= later for earlier, later in itertools.pairwise(result[warmup:]))
+    assert all(0.1 - 1e-12 <= rate <= 0.3 + 1e-12 for rate in result[warmup:])
     if total > warmup and style != "constant":
-        assert found[total] == pytest.approx(0.1, rel=1e-12)
+        assert result[total] == pytest.approx(0.1, rel=1e-12)
 
 
 def four_layers() -> nn.Module:
@@ -145,11 +147,11 @@ def four_layers() -> nn.Module:
 
 
 def settings_by_name(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, tuple[float, float]]:
-    names = {id(each): name for name, each in module.named_parameters()}
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
     return {
-        names[id(each)]: (group["lr"], group["weight_decay"])
+        names[id(param)]: (group["lr"], group["weight_decay"])
         for group in optimizer.param_groups
-        for each in group["params"]
+        for param in group["params"]
     }
 
 
@@ -176,17 +178,17 @@ def test_each_parameter_follows_the_first_entry_that_matches_its_name():
     assert schedule.get_last_lr()[0] == pytest.approx(0.005)  # what is logged is not scaled
     optimizer.step()
     schedule.step()
-    assert settings_by_name(module, optimizer) == {name: pytest.approx(each) for name, each in expected.items()}
+    assert settings_by_name(module, optimizer) == {name: pytest.approx(value) for name, value in expected.items()}
 
 
 def test_a_parameter_with_a_rate_of_zero_stays():
     module = four_layers()
     optimizer, _ = build_optimizer(module, config(lr=0.1, param_groups=[{"match": "head", "lr_scale": 0}]), 1)
-    before = {name: each.detach().clone() for name, each in module.named_parameters()}
-    for each in module.parameters():
-        each.grad = torch.ones_like(each)
+    before = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    stayed = {name for name, each in module.named_parameters() if torch.equal(each, before[name])}
+    stayed = {name for name, parameter in module.named_parameters() if torch.equal(parameter, before[name])}
     assert stayed == {"head.weight", "head.bias"}
 
 
@@ -196,7 +198,7 @@ def test_entries_that_take_nothing_are_named(optimizer):
     module.embed.requires_grad_(False)
 
     def build(*matches):
-        build_optimizer(module, config(optimizer=optimizer, param_groups=[{"match": each} for each in matches]), 1)
+        build_optimizer(module, config(optimizer=optimizer, param_groups=[{"match": match} for match in matches]), 1)
 
     with pytest.raises(ConfigError, match=r"param_groups\.1: 'norm' takes no .* it matches none; there are head\.w"):
         build("head", "norm")
@@ -218,19 +220,19 @@ def test_default_settings_are_plain_adamw_bit_for_bit():
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-        return [each.detach() for each in module.parameters()]
+        return [parameter.detach() for parameter in module.parameters()]
 
     settings = config(lr=0.02, lr_warmup_steps=2, lr_decay_style="cosine", weight_decay=0.1, betas=(0.9, 0.95))
 
     def plain(module):
-        matrices = [each for each in module.parameters() if each.ndim >= 2]
-        vectors = [each for each in module.parameters() if each.ndim < 2]
+        matrices = [parameter for parameter in module.parameters() if parameter.ndim >= 2]
+        vectors = [parameter for parameter in module.parameters() if parameter.ndim < 2]
         groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
         optimizer = torch.optim.AdamW(groups, lr=0.02, betas=(0.9, 0.95), eps=1e-8)
         return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: lr_at(step, 5, settings) / 0.02)
 
-    found = trained(lambda module: build_optimizer(module, settings, 5))
-    assert all(map(torch.equal, found, trained(plain)))
+    result = trained(lambda module: build_optimizer(module, settings, 5))
+    assert all(map(torch.equal, result, trained(plain)))
 
 
 def test_8_bits_need_an_extra(monkeypatch):
@@ -256,13 +258,13 @@ def test_ema_follows_the_trace_of_flow_grpo():
     with torch.no_grad():
         module.weight.fill_(1.0)
     ema = Ema(module, decay=0.9, interval=8)
-    found = []
+    results = []
     for step in range(len(trace)):
         with torch.no_grad():
             module.weight.fill_(1 + 0.1 * (step + 1))
         ema.update()
-        found.append(float(ema.averages["weight"]))
-    assert found == pytest.approx(trace, rel=1e-6)
+        results.append(float(ema.averages["weight"]))
+    assert results == pytest.approx(trace, rel=1e-6)
     assert ema.num_updates == len(trace)
 
 
@@ -280,23 +282,23 @@ class Stop(Exception):  # noqa: N818
 def test_applied_shows_the_averages_and_puts_the_weights_back(raises):
     module = nn.Linear(2, 2)
     ema = Ema(module, 0.9)
-    average = {name: each.clone() for name, each in ema.averages.items()}
+    average = {name: average.clone() for name, average in ema.averages.items()}
     with torch.no_grad():
-        for each in module.parameters():
-            each.add_(1)
-    weights = {name: each.detach().clone() for name, each in module.named_parameters()}
-    storage = {name: each.data_ptr() for name, each in module.named_parameters()}
+        for parameter in module.parameters():
+            parameter.add_(1)
+    weights = {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
+    storage = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
     try:
         with averaged_weights(ema):
-            assert all(torch.equal(each, average[name]) for name, each in module.named_parameters())
+            assert all(torch.equal(parameter, average[name]) for name, parameter in module.named_parameters())
             if raises:
                 raise Stop
     except Stop:
         pass
-    for name, each in module.named_parameters():
-        assert torch.equal(each, weights[name])
-        assert each.data_ptr() == storage[name] and each.requires_grad
-    assert all(torch.equal(each, average[name]) for name, each in ema.averages.items())
+    for name, tensor in module.named_parameters():
+        assert torch.equal(tensor, weights[name])
+        assert tensor.data_ptr() == storage[name] and tensor.requires_grad
+    assert all(torch.equal(value, average[name]) for name, value in ema.averages.items())
 
 
 def test_without_an_average_the_weights_are_shown_as_they_are():
@@ -306,7 +308,7 @@ def test_without_an_average_the_weights_are_shown_as_they_are():
 
 def test_weights_that_fsdp_keeps_in_cpu_memory_are_updated_by_one_kernel():
     """With the results of the loop over parameters, but for rounding."""
-    found = []
+    results = []
     for offload in (False, True):
         torch.manual_seed(0)
         module = nn.Linear(64, 64)
@@ -316,8 +318,8 @@ def test_weights_that_fsdp_keeps_in_cpu_memory_are_updated_by_one_kernel():
             module(torch.ones(1, 64)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append(module.weight.detach().clone())
-    assert torch.allclose(*found, rtol=0, atol=1e-6)
+        results.append(module.weight.detach().clone())
+    assert torch.allclose(*results, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ def test_help_shows_twenty_options_first_and_every_other_by_section(schema):
     assert [name for name in FIRST if name in fields][:NUM_FIRST] == [name for name in shown if name in fields]
     assert sum(name in fields for name in shown) == NUM_FIRST and f"{NUM_FIRST} of {len(fields)} options" in first
     by_section = "\n".join(
-        format_help(schema, name) for name in dict.fromkeys(each.path.split(".")[0] for each in sections if each.path)
+        format_help(schema, name)
+        for name in dict.fromkeys(section.path.split(".")[0] for section in sections if section.path)
     )
     assert set(re.findall(r"^  --([\w.]+) ", by_section, re.M)) == set(fields)
     assert set(re.findall(r"^  --([\w.]+) ", format_help(schema), re.M)) == set(fields)

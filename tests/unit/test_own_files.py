@@ -139,11 +139,11 @@ def test_the_other_ways_to_build_it(trained: Path) -> None:
     config = ModelConfig(model_path=str(trained / "hf_ckpt"), family=FAMILY)
     whole, train = build_diffusion_model(config), TrainConfig(output_dir=str(trained))
     later = build_diffusion_model(config, init_device="meta")
-    assert all(each.is_meta for each in later.denoiser.parameters())
+    assert all(parameter.is_meta for parameter in later.denoiser.parameters())
     later.parallelize(Mesh(Layout(), torch.device("cpu")), train)
     assert torch.equal(velocity(later), velocity(whole))
     (memory,) = plan_memory(plan_diffusion_model(diffusion_model_on_meta(config, "no"), Layout(), 2, (8, 8)), train, 1)
-    assert memory.parts["weights"] == sum(each.nbytes for each in whole.denoiser.parameters())
+    assert memory.parts["weights"] == sum(parameter.nbytes for parameter in whole.denoiser.parameters())
     with_adapters = build_diffusion_model(config.model_copy(update={"lora": LoraConfig(rank=2)}))
     assert torch.equal(velocity(with_adapters), velocity(whole))
 

@@ -27,15 +27,15 @@ def test_every_sample_once_and_nothing_overfull(seed):
         capacity, ranks = int(rng.integers(4, 400)), int(rng.integers(1, 9))
         multiple, minimum = int(rng.integers(1, 5)), int(rng.integers(1, 5))
         lengths = draw(rng, capacity)
-        shares = pack(lengths, [cost(each) for each in lengths], capacity, ranks, multiple, minimum)
-        assert len(shares) == ranks and len({len(each) for each in shares}) == 1
+        shares = pack(lengths, [cost(length) for length in lengths], capacity, ranks, multiple, minimum)
+        assert len(shares) == ranks and len({len(share) for share in shares}) == 1
         assert len(shares[0]) % multiple == 0 and len(shares[0]) >= minimum
         assert sorted(itertools.chain(*itertools.chain(*shares))) == list(range(len(lengths)))
         for members in itertools.chain(*shares):
-            assert sum(lengths[each] for each in members) <= capacity or len(members) == 1
-        least = sum(min(each, capacity) for each in lengths) / (capacity * ranks)
+            assert sum(lengths[member] for member in members) <= capacity or len(members) == 1
+        least = sum(min(length, capacity) for length in lengths) / (capacity * ranks)
         assert len(shares[0]) <= 2 * (max(least, minimum) + multiple), "far more than need be"
-        assert pack(lengths, [cost(each) for each in lengths], capacity, ranks, multiple, minimum) == shares
+        assert pack(lengths, [cost(length) for length in lengths], capacity, ranks, multiple, minimum) == shares
 
 
 def test_no_fewer_micro_batches_would_do():
@@ -45,7 +45,7 @@ def test_no_fewer_micro_batches_would_do():
     for _ in range(60):
         lengths = rng.integers(2, 10, int(rng.integers(3, 8))).tolist()
         ranks = int(rng.integers(1, 3))
-        found = len(pack(lengths, lengths, 10, ranks)[0])
+        result = len(pack(lengths, lengths, 10, ranks)[0])
 
         def fits(bins, lengths=lengths):
             for places in itertools.product(range(bins), repeat=len(lengths)):
@@ -57,16 +57,16 @@ def test_no_fewer_micro_batches_would_do():
             return False
 
         best = next(num for num in range(1, 9) if fits(num * ranks))
-        fewest += found == best
-        more += found - best
+        fewest += result == best
+        more += result - best
     assert fewest >= 58 and more <= 2
 
 
 def test_samples_that_fill_micro_batches_to_the_last_token_are_found():
     lengths = [700, 500, 500, 324, 300, 124, 400, 400, 324, 100, 100, 324]  # 4 bins of 1024 in random order
     assert sum(lengths) == 4 * 1024
-    shares = pack(lengths, [cost(each) for each in lengths], 1024, 4)
-    assert [len(each) for each in shares] == [1] * 4
+    shares = pack(lengths, [cost(length) for length in lengths], 1024, 4)
+    assert [len(share) for share in shares] == [1] * 4
     assert all(sum(lengths[each] for each in share[0]) == 1024 for share in shares)
 
 
@@ -76,7 +76,7 @@ def test_a_full_step_of_mixed_lengths_needs_no_more_than_its_tokens():
     for _ in range(20):
         lengths = np.clip(rng.lognormal(np.log(300), 0.8, 400), 2, 2048).astype(int)
         lengths = lengths[: np.searchsorted(np.cumsum(lengths), 8 * 2048, side="right")].tolist()
-        assert len(pack(lengths, [cost(each) for each in lengths], 2048, 8)[0]) == 1
+        assert len(pack(lengths, [cost(length) for length in lengths], 2048, 8)[0]) == 1
 
 
 def test_work_is_even_between_ranks_and_within_each_round():
@@ -85,7 +85,7 @@ def test_work_is_even_between_ranks_and_within_each_round():
     for _ in range(20):
         lengths = np.clip(rng.lognormal(np.log(400), 0.9, 2000), 2, 8192).astype(int)
         lengths = lengths[: np.searchsorted(np.cumsum(lengths), 8 * 4 * 7168, side="right")].tolist()
-        costs = [each + each**2 / 24_576 for each in lengths]
+        costs = [length + length**2 / 24_576 for length in lengths]
         shares = pack(lengths, costs, 8192, 8)
         work = np.array([[sum(costs[each] for each in part) for part in share] for share in shares])
         ratios.append(work.sum(axis=1).max() / work.sum(axis=1).mean())
@@ -95,7 +95,7 @@ def test_work_is_even_between_ranks_and_within_each_round():
 
 
 def test_capacity_in_samples():
-    shares = pack([1] * 8, [float(each) for each in range(8)], 2, 2)
+    shares = pack([1] * 8, [float(index) for index in range(8)], 2, 2)
     assert shares == [[[0, 7], [2, 5]], [[1, 6], [3, 4]]]
 
 

@@ -44,7 +44,7 @@ def reads_its_configuration(command: Command, patch: pytest.MonkeyPatch) -> None
     ranks = int(command.environment.get("NPROC_PER_NODE", 1)) * int(command.environment.get("NNODES", 1))
     patch.setenv("WORLD_SIZE", str(ranks))
     patch.syspath_prepend(str(ROOT / command.environment.get("PYTHONPATH", "")))
-    overrides = [each for each in overrides if each not in ("[--section.field", "VALUE", "...]")]
+    overrides = [override for override in overrides if override not in ("[--section.field", "VALUE", "...]")]
     if config == "--help":
         with pytest.raises(SystemExit, match=r"^0$"):
             configuration.main([task, config])
@@ -64,14 +64,14 @@ def names_a_target(command: Command, patch: pytest.MonkeyPatch) -> None:
 def names_extras(command: Command, patch: pytest.MonkeyPatch) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     named = re.findall(r"\[([\w,-]+)\]", command.text)
-    assert {each for group in named for each in group.split(",")} <= set(project["optional-dependencies"])
+    assert {word for group in named for word in group.split(",")} <= set(project["optional-dependencies"])
     if "-c" in command.words:
         assert (ROOT / command.words[command.words.index("-c") + 1]).is_file()
 
 
 def names_files(command: Command, patch: pytest.MonkeyPatch) -> None:
-    found = [each for each in command.words if re.fullmatch(r"(cluster|tests|tasks|benchmarks)/\S+\.\w+", each)]
-    assert found and all((ROOT / each).is_file() for each in found)
+    results = [word for word in command.words if re.fullmatch(r"(cluster|tests|tasks|benchmarks)/\S+\.\w+", word)]
+    assert results and all((ROOT / each).is_file() for each in results)
 
 
 def starts_a_task_within(command: Command, patch: pytest.MonkeyPatch) -> None:
@@ -80,20 +80,20 @@ def starts_a_task_within(command: Command, patch: pytest.MonkeyPatch) -> None:
 
 def has_those_flags(command: Command, patch: pytest.MonkeyPatch) -> None:
     """Every flag of a benchmark stands in its file, as its parser adds it."""
-    name = next(each for each in command.words[1:] if "benchmarks" in each)
+    name = next(word for word in command.words[1:] if "benchmarks" in word)
     path = ROOT / (name if name.endswith(".py") else f"{name.replace('.', '/')}.py")
     text = path.read_text(encoding="utf-8")
-    flags = [each.removeprefix("--") for each in command.words if each.startswith("--")]
-    assert all(f'"--{each}"' in text or f'"{each}"' in text for each in flags), flags
+    flags = [word.removeprefix("--") for word in command.words if word.startswith("--")]
+    assert all(f'"--{flag}"' in text or f'"{flag}"' in text for flag in flags), flags
 
 
 def is_understood(command: Command, patch: pytest.MonkeyPatch) -> None:
     """By the parser of ``sfumato``, and a configuration by its task."""
-    words = [each.strip("[]") for each in command.words[1:] if each not in ("VALUE", "...]", "[--section.field")]
+    words = [word.strip("[]") for word in command.words[1:] if word not in ("VALUE", "...]", "[--section.field")]
     alone = ("check", "export", "report", "sample", "chat", "evaluate", "studio", "new", "replay", "playground")
     if len(words) == 1 and words[0] in alone:
         return
-    arguments, rest = build_parser().parse_known_args(["1" if each == "N" else each for each in words])
+    arguments, rest = build_parser().parse_known_args(["1" if word == "N" else word for word in words])
     if words[0] == "launch":
         return
     if words[0] == "check" and words[1] not in ("CONFIG", "FILE"):
@@ -293,7 +293,7 @@ def test_commands_are_found_wherever_a_page_shows_them(tmp_path):
                 '```bash\nreal="python x.py"\n$real --y\n```\n```python\nmake = bash\n```\n'
             )
 
-    assert [(each.text, each.environment) for each in commands_of(Page(page))] == [
+    assert [(command.text, command.environment) for command in commands_of(Page(page))] == [
         ("bash train.sh a b", {"B": "2"}),
         ("python x.py --y", {}),
         ("python benchmarks/a.py --flag 1", {}),

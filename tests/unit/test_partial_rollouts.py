@@ -82,14 +82,15 @@ class Bench:
 def values(rollout: TextRollout) -> list[tuple[Any, ...]]:
     """What was drawn: prompt, tokens, versions, why each ended."""
     return [
-        (request.prompt_id, one.token_ids.tolist(), one.versions.tolist(), one.finish_reason)
-        for request, (one,) in zip(rollout.requests, rollout.sequences, strict=True)
+        (request.prompt_id, output.token_ids.tolist(), output.versions.tolist(), output.finish_reason)
+        for request, (output,) in zip(rollout.requests, rollout.sequences, strict=True)
     ]
 
 
 def state_tokens(unfinished: UnfinishedGroups) -> list[Any]:
     return [
-        (each.number, [(list(one.token_ids), list(one.versions)) for one in each.answers]) for each in unfinished.groups
+        (group.number, [(list(answer.token_ids), list(answer.versions)) for answer in group.answers])
+        for group in unfinished.groups
     ]
 
 
@@ -104,16 +105,16 @@ def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
             requests.append((prompt_id, GenerationRequest(bench.prompts[prompt_id].token_ids, seed, 16)))
     first = bench.draw(1)
     alone = complete(bench.engine, [request for _, request in requests], SAMPLING)  # by the same weights
-    lengths = np.array([len(one.token_ids) for one in alone]).reshape(M, N)
+    lengths = np.array([len(sequence.token_ids) for sequence in alone]).reshape(M, N)
     ends = lengths.max(axis=1)
     order = sorted(range(M), key=lambda number: (ends[number], number))
     chosen, last = sorted(order[:P]), ends[order[P - 1]]
     assert len(set(ends.tolist())) > 2 and any(ends > last), ends
     expected = [place for number in chosen for place in range(number * N, number * N + N)]
     assert [request.prompt_id for request in first.requests] == [requests[place][0] for place in expected]
-    for place, (one,) in zip(expected, first.sequences, strict=True):
-        assert one.token_ids[one.drawn].tolist() == alone[place].token_ids
-        np.testing.assert_allclose(one.log_probs[one.drawn], alone[place].log_probs, atol=1e-5)
+    for place, (sequence,) in zip(expected, first.sequences, strict=True):
+        assert sequence.token_ids[sequence.drawn].tolist() == alone[place].token_ids
+        np.testing.assert_allclose(sequence.log_probs[sequence.drawn], alone[place].log_probs, atol=1e-5)
     for group in bench.unfinished.groups:
         assert group.number not in chosen
         for member, answer in enumerate(group.answers):
@@ -130,24 +131,28 @@ def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
     second = bench.draw(2)
     by_prompt = {group.prompt_id: group for group in kept}
     gone_on = 0
-    for request, (one,) in zip(second.requests, second.sequences, strict=True):
+    for request, (sequence,) in zip(second.requests, second.sequences, strict=True):
         if request.prompt_id not in by_prompt:
-            assert set(one.versions[one.drawn]) == {2}
+            assert set(sequence.versions[sequence.drawn]) == {2}
             continue
         answer = by_prompt[request.prompt_id].answers[request.sample_id % N]
-        count, drawn, log_probs = len(answer.token_ids), one.token_ids[one.drawn], one.log_probs[one.drawn]
+        count, drawn, log_probs = (
+            len(answer.token_ids),
+            sequence.token_ids[sequence.drawn],
+            sequence.log_probs[sequence.drawn],
+        )
         assert drawn[:count].tolist() == answer.token_ids and (log_probs[:count] == np.float32(answer.log_probs)).all()
-        assert one.versions[one.drawn].tolist() == [1] * count + [2] * (len(drawn) - count)
+        assert sequence.versions[sequence.drawn].tolist() == [1] * count + [2] * (len(drawn) - count)
         if len(drawn) > count:
             gone_on += 1
-            given = torch.from_numpy(one.token_ids).long()
+            given = torch.from_numpy(sequence.token_ids).long()
             with torch.no_grad():
                 logits = bench.module(input_ids=given[None], use_cache=False).logits[0, :-1]
-            said = logits.log_softmax(-1).gather(-1, given[1:, None])[:, 0][one.drawn[1:]]
+            said = logits.log_softmax(-1).gather(-1, given[1:, None])[:, 0][sequence.drawn[1:]]
             np.testing.assert_allclose(log_probs[count:], said[count:], atol=1e-5)
             assert not np.allclose(log_probs[:count], said[:count], atol=1e-3)  # they were other weights
     assert gone_on >= 2 and bench.unfinished.metrics["staleness/max"] == 1
-    ages = np.concatenate([2 - one.versions[one.drawn] for (one,) in second.sequences])
+    ages = np.concatenate([2 - sequence.versions[sequence.drawn] for (sequence,) in second.sequences])
     assert bench.unfinished.metrics["staleness/mean"] == ages.mean()
 
 
@@ -223,7 +228,7 @@ def test_every_prompt_is_begun_once(tmp_path: Path) -> None:
         request.prompt_id for version in range(6) for request in bench.draw(version).requests if request.is_first
     ]
     learned += [group.prompt_id for group in bench.unfinished.groups]
-    begun = [each for iteration in range(8) for each in bench.groups._loader.groups(iteration)][: 6 * P + M - P]
+    begun = [group for iteration in range(8) for group in bench.groups._loader.groups(iteration)][: 6 * P + M - P]
     assert sorted(learned) == sorted(begun)
 
 
@@ -320,5 +325,5 @@ def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tm
 def test_bounds_of_staleness(rollout: dict[str, Any], bounds: tuple[int, int], tmp_path: Path) -> None:
     """Of tokens, and of the sampler's weights."""
     config = tiny_text_rl_config(tmp_path, rollout={**PARTIAL, "max_staleness": None, **rollout})
-    found = load_config(TextRLConfig, overrides=config).rollout
-    assert (found.max_age, found.staleness) == bounds
+    result = load_config(TextRLConfig, overrides=config).rollout
+    assert (result.max_age, result.staleness) == bounds

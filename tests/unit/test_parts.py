@@ -39,22 +39,22 @@ EXPECTED = yaml.safe_load((Path(__file__).parent / "parts.yaml").read_text(encod
 
 def defaults_of(cls: type) -> dict:
     """Fields that may be left out, and their values, as YAML would hold them."""
-    found = {}
+    results = {}
     for field in dataclasses.fields(cls):
         if field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
+            results[field.name] = field.default_factory()
         elif field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
-        if dataclasses.is_dataclass(found.get(field.name)):
-            part = found[field.name]
-            found[field.name] = {"type": part.type, **dataclasses.asdict(part)}
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
+            results[field.name] = field.default
+        if dataclasses.is_dataclass(results.get(field.name)):
+            part = results[field.name]
+            results[field.name] = {"type": part.type, **dataclasses.asdict(part)}
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in results.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_defaults_are_what_they_were(kind):
-    found = {name: defaults_of(cls) for name, cls in find_variants(KINDS[kind]).items()}
-    assert found == EXPECTED[kind]
+    results = {name: defaults_of(cls) for name, cls in find_variants(KINDS[kind]).items()}
+    assert results == EXPECTED[kind]
 
 
 def test_every_kind_of_part_is_looked_at():

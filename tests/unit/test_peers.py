@@ -140,9 +140,9 @@ def test_the_message_of_a_lost_peer_is_one_line_that_names_it(monkeypatch: pytes
     error = RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.77.0.2]:1234")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(ending, "lost_peers", lambda: "rank 1 on bravo (not heard of for 5 s)")
-    found = ending.ending_of(error)
-    assert found.text == (
+    result = ending.ending_of(error)
+    assert result.text == (
         "stopped: rank 0 has lost rank 1 on bravo (not heard of for 5 s); "
         "to go on, add --train.load_checkpoint_path auto"
     )
-    assert (found.code, found.kind, found.stacks) == (8, "lost", "")
+    assert (result.code, result.kind, result.stacks) == (8, "lost", "")

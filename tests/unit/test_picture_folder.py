@@ -81,8 +81,8 @@ def test_captions_come_in_several_forms(tmp_path: Path) -> None:
     (tmp_path / f"{composed}.txt").write_text("letters apart")
     said: list[str] = []
     dataset = opened(tmp_path, said)
-    found = {Path(dataset.describe(index)).stem: dataset.caption(index) for index in range(len(dataset))}
-    assert found == {
+    results = {Path(dataset.describe(index)).stem: dataset.caption(index) for index in range(len(dataset))}
+    assert results == {
         "bom": "with a mark",
         "crlf": "two\nlines",
         "loud": "upper case",

@@ -101,11 +101,11 @@ def test_every_mode_of_every_format_is_read_or_named(kind: str, mode: str) -> No
         content = written(image, kind)
     except (AssertionError, OSError, KeyError, ValueError):
         pytest.skip("Pillow does not write it")
-    found = read_image(content, "row 1")
-    assert read_size(content, "row 1") == (found.height, found.width) == (HEIGHT, WIDTH)
-    assert found.mode == "RGB"
+    actual = read_image(content, "row 1")
+    assert read_size(content, "row 1") == (actual.height, actual.width) == (HEIGHT, WIDTH)
+    assert actual.mode == "RGB"
     expected = np.asarray(wanted.convert("L" if mode in {"1", "L", "LA", "I;16", "La"} else "RGB").convert("RGB"))
-    far = abs(np.asarray(found).astype(int) - expected).mean()
+    far = abs(np.asarray(actual).astype(int) - expected).mean()
     assert far < {"1": 120, "P": 30, "PA": 30}.get(mode, 30 if kind == "GIF" else 6), far
 
 
@@ -126,9 +126,9 @@ def test_16_bits_that_only_use_12_are_refused_and_others_are_the_upper_8(shape: 
     values = values if len(shape) == 2 else np.repeat(values[..., None], shape[2], 2)
     if len(shape) == 3 and shape[2] in (2, 4):
         values[..., -1] = 65535
-    found = np.asarray(read_image(png_16(values), "row 1"))
+    result = np.asarray(read_image(png_16(values), "row 1"))
     grey = values if values.ndim == 2 else values[..., 0]
-    assert (found[..., 0] == grey >> 8).all()
+    assert (result[..., 0] == grey >> 8).all()
     for shift in (4, 6, 8):  # 12, 10 and 8 bits in 16
         dark = values >> shift
         if len(shape) == 3 and shape[2] in (2, 4):
@@ -150,8 +150,8 @@ def test_deep_tiffs_are_read_in_either_order_of_bytes_and_white_may_be_0(order: 
     for photometric, expected in ((1, values >> 8), (0, (65535 - values) >> 8)):
         if photometric == 0 and order == ">":
             continue  # Pillow reads none
-        found = read_image(tiff(values.astype(f"{order}u2"), order, {262: photometric}), "row 1")
-        assert (np.asarray(found)[..., 0] == expected).all()
+        image = read_image(tiff(values.astype(f"{order}u2"), order, {262: photometric}), "row 1")
+        assert (np.asarray(image)[..., 0] == expected).all()
     with pytest.raises(DataError, match=r"pixel format 'F' is neither 8 nor 16 bits"):
         read_image(written(Image.fromarray(np.ones((4, 4), np.float32)), "TIFF"), "row 1")
     with pytest.raises(DataError, match=r"pixel format 'I' is neither 8 nor 16 bits"):

@@ -27,8 +27,8 @@ def write_video(folder: Path, kind: str) -> Path:
     if kind == "mp4":
         cv2 = pytest.importorskip("cv2")
         writer = cv2.VideoWriter(str(path), cv2.VideoWriter_fourcc(*"mp4v"), 16, (64, 48))
-        for each in frames():
-            writer.write(np.asarray(each))
+        for frame in frames():
+            writer.write(np.asarray(frame))
         writer.release()
     elif kind == "folder":
         path.mkdir()
@@ -42,9 +42,9 @@ def write_video(folder: Path, kind: str) -> Path:
     return path
 
 
-def shades(found: list[Image.Image]) -> list[int]:
-    assert all(each.size == (64, 48) and each.mode == "RGB" for each in found)
-    return [round(float(np.asarray(each).mean())) for each in found]
+def shades(actual: list[Image.Image]) -> list[int]:
+    assert all(image.size == (64, 48) and image.mode == "RGB" for image in actual)
+    return [round(float(np.asarray(each).mean())) for each in actual]
 
 
 @pytest.mark.parametrize("as_bytes", [False, True])
@@ -116,8 +116,8 @@ def test_an_image_is_cut_or_stretched_to_its_size() -> None:
 @pytest.mark.parametrize("size", [(10, 40), (40, 10), (37, 53), (16, 16), (200, 301)])
 def test_the_framing_is_where_the_cut_picture_lies_in_the_scaled_one(size: tuple[int, int]) -> None:
     """Against diffusers' training script of SDXL: the shorter side is scaled, and the middle is cut out."""
-    found = framing_of(size, 16, 24)
+    framing = framing_of(size, 16, 24)
     scale = max(16 / size[0], 24 / size[1])
     expected = [max(0, round((side * scale - target) / 2)) for side, target in zip(size, (16, 24), strict=True)]
-    assert found == (*size, *expected) and 0 in found[2:]
+    assert framing == (*size, *expected) and 0 in framing[2:]
     assert framing_of(size, 16, 24, "none") == (*size, 0, 0)

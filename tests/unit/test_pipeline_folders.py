@@ -26,12 +26,12 @@ FAMILIES = ("sd3", "flux", "stable_diffusion", "stable_diffusion_xl", "wan_image
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    base, found = tmp_path_factory.mktemp("pipelines"), {}
+    base, results = tmp_path_factory.mktemp("pipelines"), {}
     for name in FAMILIES:
         description = ROWS[name].describe()
         find_families()[description["pipeline"]].build(description, 0).save_pretrained(base / name)
-        found[name] = base / name
-    return found
+        results[name] = base / name
+    return results
 
 
 def load(folder: Path, name: str) -> DiffusionModel:
@@ -91,8 +91,8 @@ def test_the_remedy_for_a_variant_works(folders: Any, parts: Any, variant: str, 
     command = re.search(r'python -c "import diffusers; (.*)", and give FOLDER', message)
     assert command is not None
     exec(command[1].replace("FOLDER", str(tmp_path / "whole")), {"diffusers": diffusers})
-    found, expected = (load(each, "sd3").denoiser.state_dict() for each in (tmp_path / "whole", folders["sd3"]))
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    actual, expected = (load(each, "sd3").denoiser.state_dict() for each in (tmp_path / "whole", folders["sd3"]))
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +123,8 @@ def test_folders_that_are_whole_are_loaded(
 ) -> None:
     shutil.copytree(folders[name], folder := tmp_path / "pipe")
     change(folder)
-    found, expected = (load(each, name).denoiser.state_dict() for each in (folder, folders[name]))
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    actual, expected = (load(each, name).denoiser.state_dict() for each in (folder, folders[name]))
+    assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 
 def without_weights(folder: Path) -> None:

@@ -80,8 +80,8 @@ def test_the_formula_is_never_above_the_simulation_and_near_it(model: ModuleType
         for pools in (model.Pools(4, 4, 8), model.Pools(2, 6, 8), model.Pools(6, 2, 4)):
             for score_s in (0.1, 0.5, 2.0):
                 phases = model.Phases(0.5, score_s, update_s=12.0, sync_s=0.1, micro_batches=24)
-                found = run(model, phases, (pools.actors, pools.samplers, pools.scorers), strategy)
-                ratio = found.seconds / model.estimate_s(phases, pools, strategy)
+                result = run(model, phases, (pools.actors, pools.samplers, pools.scorers), strategy)
+                ratio = result.seconds / model.estimate_s(phases, pools, strategy)
                 assert 0.99 < ratio < 1.2, (strategy, pools, score_s, ratio)
 
 
@@ -96,8 +96,10 @@ def test_no_sample_is_older_than_the_bound_and_no_role_is_busier_than_it_can_be(
     assert 0 <= result.staleness_mean <= result.staleness_max <= staleness
     assert result.staleness_max == staleness or staleness > 2
     assert all(0 < share <= 1 + 1e-9 for share in result.utilisation.values())
-    for role, rank in {(each.role, each.rank) for each in result.events}:
-        mine = sorted((each for each in result.events if (each.role, each.rank) == (role, rank)), key=lambda e: e.start)
+    for role, rank in {(event.role, event.rank) for event in result.events}:
+        mine = sorted(
+            (event for event in result.events if (event.role, event.rank) == (role, rank)), key=lambda e: e.start
+        )
         ends = [each.end for each in mine]
         assert all(after.start >= end - 1e-9 for after, end in zip(mine[1:], ends, strict=False)), (role, rank)
 
@@ -127,8 +129,8 @@ def write_timeline(folder: Path) -> None:
             events = [Event("sampler", rank, "generate", 0.0, 2.0 * slow, step, 0) for rank in (0, 1, 0)]
             events += [Event("actor", rank, "update", 5.0, 5.0 + 6.0 * slow, step) for rank in (0, 1)]
             events += [Event("run", 0, "step", 0.0, 99.0, step)]
-            for each in events:
-                file.write({name: value for name, value in vars(each).items() if value is not None})
+            for event in events:
+                file.write({name: value for name, value in vars(event).items() if value is not None})
 
 
 def test_phases_come_from_the_timeline_then_the_timings_then_the_flags(model: ModuleType, tmp_path: Path) -> None:
@@ -137,8 +139,8 @@ def test_phases_come_from_the_timeline_then_the_timings_then_the_flags(model: Mo
         model.measured(tmp_path, {})
     lines = [{"step": step, "time/scoring_s": 1.5, "time/update_s": 77.0} for step in (1, 2, 3)]
     (tmp_path / "timings.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    found = model.measured(tmp_path, {"sync_s": 0.25})
-    assert found == model.Phases(2.0, 0.5, 6.0, sync_s=0.25, micro_batches=3, update_processes=2)
+    result = model.measured(tmp_path, {"sync_s": 0.25})
+    assert result == model.Phases(2.0, 0.5, 6.0, sync_s=0.25, micro_batches=3, update_processes=2)
     (tmp_path / "timeline.jsonl").unlink()
     with pytest.raises(DataError, match="--micro-batches"):
         model.measured(tmp_path, {})

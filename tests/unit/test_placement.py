@@ -44,7 +44,7 @@ def fits(free: list[Amount], roles: list[list[Amount]], places: list[list[int]])
 
 def exists(free: list[Amount], roles: list[list[Amount]]) -> bool:
     """Whether any of all assignments fits."""
-    counts = [len(each) for each in roles]
+    counts = [len(role) for role in roles]
     for choice in itertools.product(range(len(free)), repeat=sum(counts)):
         ends = list(itertools.accumulate(counts, initial=0))
         if fits(free, roles, [list(choice[a:b]) for a, b in itertools.pairwise(ends)]):
@@ -60,7 +60,7 @@ def test_roles_that_would_block_each_other_one_after_the_other() -> None:
 
 @pytest.mark.parametrize("seed", range(8))
 def test_a_plan_is_found_whenever_there_is_one(seed: int) -> None:
-    rng, found = random.Random(seed), 0
+    rng, result = random.Random(seed), 0
     for _ in range(60):
         free = [(rng.randint(0, 6) * UNIT // 2, rng.randint(0, 3) * UNIT) for _ in range(rng.randint(1, 3))]
         roles = [
@@ -71,8 +71,8 @@ def test_a_plan_is_found_whenever_there_is_one(seed: int) -> None:
         assert (places is not None) == exists(free, roles), (free, roles)
         if places is not None:
             assert fits(free, roles, places)
-            found += 1
-    assert 5 < found < 55, "both kinds were tried"
+            result += 1
+    assert 5 < result < 55, "both kinds were tried"
 
 
 def test_processes_of_a_role_are_kept_together_and_those_without_gpus_leave_gpus_to_others() -> None:
@@ -166,10 +166,10 @@ def test_a_loopback_address_among_several_machines_is_refused(monkeypatch: pytes
         {"Alive": True, "NodeManagerHostname": "bravo", "NodeManagerAddress": "10.77.0.2"},
     ]
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: known))
-    found = [Machine("a", "alfa", *of(1, 1)), Machine("b", "bravo", *of(1, 1))]
+    results = [Machine("a", "alfa", *of(1, 1)), Machine("b", "bravo", *of(1, 1))]
     with pytest.raises(ConfigError, match=r"cannot reach alfa \(127\.0\.0\.1\): .*NODE_IP"):
-        check_addresses(found)
-    check_addresses(found[:1])
+        check_addresses(results)
+    check_addresses(results[:1])
 
 
 def test_a_process_is_killed_when_it_is_the_one_that_is_meant() -> None:

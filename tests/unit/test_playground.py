@@ -194,15 +194,15 @@ def test_lines_of_a_person(text_run, pictures_run, tmp_path, monkeypatch, capsys
 
 
 def children_of(parent):
-    found = []
+    results = []
     for status in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = status.read_text().rpartition(")")[2].split()
         except OSError:  # it has ended
             continue
         if int(fields[1]) == parent and fields[0] != "Z":
-            found.append(int(status.parent.name))
-    return found
+            results.append(int(status.parent.name))
+    return results
 
 
 def is_alive(process):

@@ -78,9 +78,9 @@ def test_recomputed_blocks_convert_again(kind, mode):
     assert losses[0] == losses[1]
     for loss in losses:
         loss.backward()
-    for one, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
-        assert (one.grad is None) == (other.grad is None)
-        assert one.grad is None or torch.equal(one.grad, other.grad)
+    for parameter, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
+        assert (parameter.grad is None) == (other.grad is None)
+        assert parameter.grad is None or torch.equal(parameter.grad, other.grad)
 
 
 @pytest.mark.slow
@@ -122,9 +122,9 @@ def test_experts_are_multiplied_in_groups_and_in_bf16(monkeypatch):
     monkeypatch.setattr(expert, "_compute", lambda *given: seen.append((given[1].dtype, given[3])) or real(*given))
     plain = build("moe").train()
     module = parallel("moe", copy.deepcopy(plain))
-    found = loss_of("moe", module)
+    loss = loss_of("moe", module)
     assert seen and set(seen) == {(torch.bfloat16, torch.bfloat16)}
-    assert float(found) == pytest.approx(float(loss_of("moe", plain)), rel=1e-2)
+    assert float(loss) == pytest.approx(float(loss_of("moe", plain)), rel=1e-2)
 
 
 def test_adapters_take_what_comes_in_bf16(monkeypatch):

@@ -18,7 +18,7 @@ def make_loader(count=10, num_prompts=4, seed=0):
 
 
 def numbers(loader, iterations):
-    return [each for iteration in iterations for each in loader.groups(iteration)]
+    return [group for iteration in iterations for group in loader.groups(iteration)]
 
 
 def config_of(tmp_path, train, evaluation=None, **options):
@@ -39,8 +39,8 @@ def test_groups_are_a_function_of_seed_and_iteration():
 def test_every_epoch_is_another_permutation(num_prompts):
     drawn = numbers(make_loader(num_prompts=num_prompts), range(70))[:70]
     epochs = [drawn[start : start + 10] for start in range(0, 70, 10)]
-    assert all(sorted(each) == list(range(10)) for each in epochs)
-    assert len({tuple(each) for each in epochs}) == 7
+    assert all(sorted(epoch) == list(range(10)) for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 7
 
 
 def test_more_groups_than_prompts():
@@ -51,16 +51,16 @@ def test_more_groups_than_prompts():
 def test_other_columns_are_metadata(tmp_path):
     rows = [{"prompt": "a cat", "target": "CAT", "n": 1, "tags": ["x"]}, {"prompt": "a dog"}]
     prompts = load_prompts(config_of(tmp_path, rows), "train")
-    assert [each.text for each in prompts] == ["a cat", "a dog"]
+    assert [prompt.text for prompt in prompts] == ["a cat", "a dog"]
     assert prompts[0].metadata == {"target": "CAT", "n": 1, "tags": ["x"]} and prompts[1].metadata == {}
-    assert [each.where for each in prompts] == [f"{tmp_path / 'train.jsonl'}, line {n}" for n in (1, 2)]
+    assert [prompt.where for prompt in prompts] == [f"{tmp_path / 'train.jsonl'}, line {n}" for n in (1, 2)]
     assert sorted(PromptLoader(len(prompts), 2, 2, 0).groups(0)) == [0, 1]
 
 
 def test_the_prompt_column_can_be_chosen_and_splits_differ(tmp_path):
     config = config_of(tmp_path, [{"caption": "a", "prompt": 3}], [{"caption": "b"}], prompt_key="caption")
     assert load_prompts(config, "train")[0].metadata == {"prompt": 3}
-    assert [each.text for each in load_prompts(config, "eval")] == ["b"]
+    assert [prompt.text for prompt in load_prompts(config, "eval")] == ["b"]
 
 
 def test_text_files(tmp_path):
@@ -74,7 +74,7 @@ def test_text_files(tmp_path):
 
 def test_a_limit_takes_the_first_and_asks_for_no_more_than_there_are(tmp_path):
     config = config_of(tmp_path, [{"prompt": f"p{i}"} for i in range(5)])
-    assert [each.text for each in load_prompts(config, "eval", 3)] == ["p0", "p1", "p2"]
+    assert [prompt.text for prompt in load_prompts(config, "eval", 3)] == ["p0", "p1", "p2"]
     with pytest.raises(DataError, match=r"data\.eval_path: has 5 rows, but 6 are asked for \(eval\.num_prompts\)"):
         load_prompts(config, "eval", 6)
 

@@ -81,8 +81,8 @@ def test_names_say_the_split(tmp_path, names, train, held_out):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     for wanted, is_held_out in ((train, False), (held_out, True)):
-        found = [str(file.relative_to(tmp_path)) for file in find_files(tmp_path, "data.x", is_held_out)]
-        assert found == sorted(names if wanted is None else wanted)
+        actual = [str(file.relative_to(tmp_path)) for file in find_files(tmp_path, "data.x", is_held_out)]
+        assert actual == sorted(names if wanted is None else wanted)
 
 
 def test_files_that_are_not_read_are_named(tmp_path):
@@ -218,9 +218,9 @@ def test_rows_that_are_read_together_are_those_that_are_read_alone(tmp_path, mon
 
 @pytest.mark.parametrize(("value", "limit"), [(3, 3), ("3", 3), (0.01, 0.01), ("1%", 0.01), ("2.5%", 0.025), (0.0, 0)])
 def test_bad_rows_are_a_number_or_a_share(value, limit):
-    found = TypeAdapter(RowLimit).validate_python(value)
-    assert found == pytest.approx(limit) and type(found) is type(limit)
-    assert bad_row_limit(found, 1000) == (limit if isinstance(limit, int) else round(limit * 1000))
+    result = TypeAdapter(RowLimit).validate_python(value)
+    assert result == pytest.approx(limit) and type(result) is type(limit)
+    assert bad_row_limit(result, 1000) == (limit if isinstance(limit, int) else round(limit * 1000))
 
 
 @pytest.mark.parametrize("value", [-1, 1.5, "100%", "many", True, float("nan"), None, "-1%"])

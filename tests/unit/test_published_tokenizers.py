@@ -41,10 +41,10 @@ TEMPLATES = {
 def shipped(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path]:
     """Its name, a folder for ``model.tokenizer_path``, and a file for ``data.chat_template``."""
     package, file, config = SHIPPED[request.param]
-    found = importlib.util.find_spec(package)
-    if found is None:
+    spec = importlib.util.find_spec(package)
+    if spec is None:
         pytest.skip(f"the package {package} is not installed")
-    source = Path(str(found.origin)).parent / file
+    source = Path(str(spec.origin)).parent / file
     made = tmp_path_factory.mktemp(request.param)
     template = made / "template.jinja"
     template.write_text(TEMPLATES[request.param], encoding="utf-8")

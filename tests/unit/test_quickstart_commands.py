@@ -27,14 +27,14 @@ def steps(*arguments: str) -> list[tuple[str, str, Any]]:
     made = subprocess.run(
         ["make", "-n", "quickstart", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.replace("\\\n", " ")
-    found = []
+    results = []
     for line in made.splitlines():
         if "train.sh" in line:
             task, path, *overrides = shlex.split(line[line.index("train.sh") :])[1:]
             name = Path(task).stem
-            found.append((name, path, load_config(SCHEMAS[name], ROOT / path, parse_overrides(overrides))))
-    assert [name for name, _, _ in found] == list(SCHEMAS)
-    return found
+            results.append((name, path, load_config(SCHEMAS[name], ROOT / path, parse_overrides(overrides))))
+    assert [name for name, _, _ in results] == list(SCHEMAS)
+    return results
 
 
 def test_it_is_the_configurations_of_the_quickstart_gone_on_with() -> None:

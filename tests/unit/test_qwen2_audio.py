@@ -83,9 +83,9 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
     set_attention(plain, "eager")
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
+    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
-    for row, sample, log_probs in zip(given, samples, found, strict=True):
+    for row, sample, log_probs in zip(given, samples, actual, strict=True):
         inputs, document = inputs_of(model.vision.reader.processor, row), sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
         logits = plain(**inputs, use_cache=False).logits[0]
@@ -95,8 +95,12 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
         expected = expected - alone.sum()
     expected.backward()
     assert total == pytest.approx(expected.item(), rel=1e-6)
-    theirs = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
-    ours = {name: each.grad for name, each in trainable_parameters(model.trained).items() if each.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    ours = {
+        name: parameter.grad
+        for name, parameter in trainable_parameters(model.trained).items()
+        if parameter.grad is not None
+    }
     assert ours.keys() == theirs.keys() and any("audio_tower" in name for name in ours)
     for name, gradient in theirs.items():
         assert float((ours[name] - gradient).norm()) <= 1e-5 * float(gradient.norm()) + 1e-6, name
@@ -104,15 +108,17 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
 
 def test_bf16_is_float32_but_for_rounding(built: Any, tmp_path: Path) -> None:
     """The encoder reads its table of positions by itself, which autocast does not convert."""
-    found = []
+    results = []
     for model in (built[1], build(tmp_path, train={"mixed_precision": "bf16"})[1]):
         (sample,) = built[2](FiledRow(sound_row(2)), "a test")
         batch = make_batch([sample], [0], [0], True, 0, 2, model.vision)
         total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
         assert all(weight.dtype == torch.float32 for weight in model.trained.parameters())
-        found.append((total, model.token_log_probs([batch])[0]))
+        results.append((total, model.token_log_probs([batch])[0]))
         model.module.zero_grad()
-    assert 0 < float((found[0][1] - found[1][1]).abs().max()) < 0.15 and found[0][0] == pytest.approx(found[1][0], 0.02)
+    assert 0 < float((results[0][1] - results[1][1]).abs().max()) < 0.15 and results[0][0] == pytest.approx(
+        results[1][0], 0.02
+    )
 
 
 def test_a_batch_without_audio_computes_the_encoder_with_gradients_of_zero(built: Any) -> None:
@@ -210,8 +216,8 @@ def test_adapters_are_trained_and_a_resumed_run_is_one_that_was_never_ended(tmp_
     run_task_here("train_text", merge(part, {"train": {"max_steps": 2}}))
     folder = run_task_here("train_text", merge(part, {"train": {"load_checkpoint_path": "auto"}}))
     losses = [
-        {line["step"]: line["loss"] for line in read_jsonl(each / "metrics.jsonl") if "loss" in line}
-        for each in (whole, folder)
+        {line["step"]: line["loss"] for line in read_jsonl(path / "metrics.jsonl") if "loss" in line}
+        for path in (whole, folder)
     ]
     assert losses[0].keys() == losses[1].keys() and len(losses[0]) == 4
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)

@@ -44,7 +44,7 @@ def reward(gym):
 
 
 def sample(row, text):
-    metadata = {name: each for name, each in row.items() if name != "question"}
+    metadata = {name: value for name, value in row.items() if name != "question"}
     return Sample(text=text, prompt=row["question"], metadata=json.loads(json.dumps(metadata)), group_id=0)
 
 

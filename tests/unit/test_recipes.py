@@ -67,10 +67,10 @@ def quick_cells() -> set[tuple[str, str]]:
     """(family, recipe): every recipe with a family, every family with parts of its own with a recipe."""
     families = [name for name, row in ROWS.items() if not row.brief]
     recipes = list(DIFFUSION_RECIPES)
-    found = {(family, recipe) for recipe, family in HOME.items()}
+    result = {(family, recipe) for recipe, family in HOME.items()}
     for index in range(max(len(families), len(recipes))):
-        found.add((families[index % len(families)], recipes[index % len(recipes)]))
-    return found
+        result.add((families[index % len(families)], recipes[index % len(recipes)]))
+    return result
 
 
 def cells() -> Iterator[Any]:
@@ -190,14 +190,14 @@ class Watched:
 
     def changed(self) -> set[str]:
         """Parameters that are not what they were."""
-        return {name for name, each in self.parameters().items() if not torch.equal(each, self.before[name])}
+        return {name for name, parameter in self.parameters().items() if not torch.equal(parameter, self.before[name])}
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """All of the pipeline's, by component and name."""
         return {
-            f"{component}.{name}": each
+            f"{component}.{name}": parameter
             for component, module in self.model.components.items()
-            for name, each in module.named_parameters()
+            for name, parameter in module.named_parameters()
         }
 
 
@@ -209,7 +209,7 @@ def run_watched(config: dict[str, Any]) -> tuple[Path, Watched]:
     def build_watched(*arguments: Any, **prompts: Any) -> Any:
         actor = build(*arguments, **prompts)
         watched.model = actor.model
-        watched.before = {name: each.detach().clone() for name, each in watched.parameters().items()}
+        watched.before = {name: parameter.detach().clone() for name, parameter in watched.parameters().items()}
         return actor
 
     def update_watched(*arguments: Any) -> Any:
@@ -220,14 +220,14 @@ def run_watched(config: dict[str, Any]) -> tuple[Path, Watched]:
                 reached[name] = float(parameter.grad.abs().max())
 
         hooks = [
-            each.register_post_accumulate_grad_hook(functools.partial(note, name=name))
-            for name, each in watched.parameters().items()
-            if each.requires_grad
+            parameter.register_post_accumulate_grad_hook(functools.partial(note, name=name))
+            for name, parameter in watched.parameters().items()
+            if parameter.requires_grad
         ]
         metrics = update(*arguments)
         watched.reached.append(reached)
-        for each in hooks:
-            each.remove()
+        for hook in hooks:
+            hook.remove()
         return metrics
 
     task.build_actor, task.update_policy = build_watched, update_watched
@@ -259,10 +259,10 @@ def test_two_iterations(family: str, recipe: str, family_of: Callable[[str], Fam
 def assert_gradients_where_they_belong(watched: Watched, row: Row) -> None:
     """Adapters alone move, just when they have gradients, and all of them that can matter have some."""
     model, parameters = watched.model, watched.parameters()
-    trained = {name for name, each in parameters.items() if each.requires_grad}
+    trained = {name for name, parameter in parameters.items() if parameter.requires_grad}
     assert trained == {f"{model.denoiser_name}.{name}" for name in trainable_parameters(model.denoiser)}
     assert all("lora_" in name for name in trained)
-    assert all(each.grad is None for name, each in parameters.items() if name not in trained)
+    assert all(parameter.grad is None for name, parameter in parameters.items() if name not in trained)
     first, second = watched.reached
     changed = watched.changed()
     assert changed <= first.keys() | second.keys()
@@ -271,7 +271,7 @@ def assert_gradients_where_they_belong(watched: Watched, row: Row) -> None:
     # Adam's epsilon leaves of a tiny gradient a step below the parameter's rounding
     assert all(max(first.get(name, 0), second.get(name, 0)) < 1e-6 * largest for name in unmoved)
     parts = model.split_denoiser(model.denoiser)
-    prefixes = [model.denoiser_name] if len(parts) == 1 else [f"{model.denoiser_name}.{each}" for each in parts]
+    prefixes = [model.denoiser_name] if len(parts) == 1 else [f"{model.denoiser_name}.{part}" for part in parts]
     used = 0
     for prefix in prefixes:  # a part that no trained noise level needs is left alone; a first update moves B, not A
         own = {name for name in trained if name.startswith(f"{prefix}.")}
@@ -314,8 +314,8 @@ def test_kinds_are_shown_by_what_is_logged(family_of: Callable[[str], Family], t
 def test_the_documentation_names_every_recipe_and_metric() -> None:
     text = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("rl_diffusion.md", "metrics.md"))
     assert [name for name in DIFFUSION_RECIPES if f"| `{name}` |" not in text] == []
-    files = [each for each in (ROOT / "sfumato" / "algorithms").rglob("*.py") if not each.name.startswith("token_")]
-    sources = [each.read_text(encoding="utf-8") for each in files]
+    files = [path for path in (ROOT / "sfumato" / "algorithms").rglob("*.py") if not path.name.startswith("token_")]
+    sources = [file.read_text(encoding="utf-8") for file in files]
     logged = {
         name
         for source in [*sources, (ROOT / "tasks" / "rl_diffusion.py").read_text()]

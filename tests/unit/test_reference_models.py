@@ -41,8 +41,8 @@ def farthest(folder: Path, step: int, model: str, field: str) -> float:
             tokens = torch.from_numpy(sequence.token_ids).long()[None]
             with torch.no_grad():
                 log_probs = plain(tokens, use_cache=False).logits[0, :-1].log_softmax(-1)
-            found = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
-            expected.append(found[torch.from_numpy(sequence.drawn[1:])])
+            actual = log_probs.gather(-1, tokens[0, 1:, None])[:, 0]
+            expected.append(actual[torch.from_numpy(sequence.drawn[1:])])
     return float((torch.cat(expected) - dump.token_values[field]).abs().max())
 
 

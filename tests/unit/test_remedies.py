@@ -26,14 +26,14 @@ def load(schema: Any, overrides: dict[str, Any]) -> Any:
 
 
 def nested(dotted: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, value in dotted.items():
         *parents, last = name.split(".")
         inner: dict[str, Any] = {last: value}
         for parent in reversed(parents):
             inner = {parent: inner}
-        found = merge(found, inner)
-    return found
+        result = merge(result, inner)
+    return result
 
 
 ODE, PART = {"algorithm.dynamics": {"type": "ode"}}, "algorithm.dynamics"

@@ -347,7 +347,7 @@ def test_colours_stand_where_better_and_worse_are_known(tmp_path):
         "reward: {rewards: [{type: ocr}, {type: jpeg, name: size, weight: -1.0}, {type: 'my:Mine'}]}\n"
     )
     page, _ = read_page(tmp_path)
-    changes = [each.removeprefix("change ") for each in page.values("class", "span") if each.startswith("change ")]
+    changes = [value.removeprefix("change ") for value in page.values("class", "span") if value.startswith("change ")]
     shown = [name.removeprefix("eval/reward/") for name in page.values("data-metric", "div")]
     assert dict(zip(shown, changes, strict=True)) == {
         "total": "better",

@@ -26,8 +26,8 @@ class Counting(Reward):
     cached: ClassVar[bool] = True
 
     def score(self, samples):
-        CALLS.append([each.prompt for each in samples])
-        means = [float(each.image.mean()) for each in samples]
+        CALLS.append([sample.prompt for sample in samples])
+        means = [float(sample.image.mean()) for sample in samples]
         return [math.nan if mean == 13 else mean for mean in means]
 
 
@@ -87,7 +87,7 @@ def test_everything_that_a_reward_sees_counts_and_the_group_number_does_not():
     fields = {field.name for field in dataclasses.fields(Sample)}
     assert changed == fields - {"group_id", "damage", "scores"}, "a field of a sample that is new here"
     digests = [digest([each]) for each in [base, *others]]
-    assert len(set(digests)) == len(digests) and all(len(each) == 16 for each in digests)
+    assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
     assert digest([dataclasses.replace(base, group_id=5, image=base.image.copy())]) == digests[0]
     assert digest([base, others[0]]) != digest([others[0], base])
 
@@ -146,8 +146,8 @@ def test_threads_share_a_cache():
 
     def use(number):
         key = bytes([number % 100])
-        found = cache.get(key)
-        assert found is None or found[0] == number % 100
+        result = cache.get(key)
+        assert result is None or result[0] == number % 100
         cache.put(key, values[number % 100])
 
     with ThreadPoolExecutor(8) as pool:

@@ -32,7 +32,7 @@ class FromRow(Reward):
     """What stands in the row."""
 
     def score(self, samples):
-        return [each.metadata[self.label] for each in samples]
+        return [sample.metadata[self.label] for sample in samples]
 
 
 def samples(groups=GROUPS, **columns):
@@ -46,7 +46,7 @@ def finished(scorer: Scorer, parts: int = 1) -> Scores:
     all_samples = samples(a=FIRST, b=SECOND)
     size = len(all_samples) // parts
     scores = Scores.cat([scorer.score(all_samples[at : at + size]) for at in range(0, len(all_samples), size)])
-    return scorer.finish(scores, [each.group_id for each in all_samples])
+    return scorer.finish(scores, [sample.group_id for sample in all_samples])
 
 
 def a(**fields):
@@ -172,8 +172,8 @@ def test_a_function_that_is_not_there_is_named_before_the_run(tmp_path):
 
 def test_group_normalisation_and_gdpo_agree_before_the_batch_norm():
     rewards = {"a": np.array(FIRST), "b": np.array([0.0, 10, 3, 30, 20, 10])}
-    total = sum(normalised(each, "group", np.array(GROUPS)) for each in rewards.values())
-    tensors = {name: torch.from_numpy(each) for name, each in rewards.items()}
+    total = sum(normalised(reward, "group", np.array(GROUPS)) for reward in rewards.values())
+    tensors = {name: torch.from_numpy(reward) for name, reward in rewards.items()}
     gdpo = GDPO().compute(torch.from_numpy(total), torch.tensor(GROUPS), tensors, {"a": 1.0, "b": 1.0})
     np.testing.assert_allclose(gdpo.values, (total - total.mean()) / total.std(), rtol=1e-6, atol=1e-7)
     assert GroupAdvantage().compute(torch.from_numpy(total), torch.tensor(GROUPS)).values.abs().max() > 0.5

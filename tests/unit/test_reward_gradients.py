@@ -166,7 +166,7 @@ def test_loss_and_gradients_are_those_of_an_unrolled_plain_loop(folder: Path, st
     model = policies.model
     reward = weighted(model.decode_differentiably(sample(policies, steps, scale).latents))
     reward.sum().backward()
-    found = gradients_of(model.denoiser)
+    gradients = gradients_of(model.denoiser)
 
     plain = copy.copy(model.pipeline)
     plain.transformer = copy.deepcopy(model.denoiser)
@@ -176,11 +176,11 @@ def test_loss_and_gradients_are_those_of_an_unrolled_plain_loop(folder: Path, st
     )
     expected_reward.sum().backward()
     expected = gradients_of(plain.transformer)
-    assert found.keys() == expected.keys() and len(found) > 20
+    assert gradients.keys() == expected.keys() and len(gradients) > 20
     torch.testing.assert_close(reward, expected_reward, rtol=1e-5, atol=1e-5)
     largest = max(float(gradient.abs().max()) for gradient in expected.values())
     for name, gradient in expected.items():
-        torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
+        torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5 * largest, msg=name)
 
 
 def test_direct_align_is_the_published_loop(folder: Path, tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_the_gradient_of_a_weight_is_its_finite_difference(folder: Path) -> None
     weighted(model.decode_differentiably(sample(policies, range(0, 4)).latents)).sum().backward()
     weight = model.denoiser.proj_out.weight
     row, column = divmod(int(weight.grad.abs().argmax()), weight.shape[1])
-    found = float(weight.grad[row, column])
+    result = float(weight.grad[row, column])
 
     plain = copy.copy(model.pipeline)
     plain.transformer = copy.deepcopy(model.denoiser).double()
@@ -287,8 +287,8 @@ def test_the_gradient_of_a_weight_is_its_finite_difference(folder: Path) -> None
             plain.transformer.proj_out.weight[row, column] += shift
             ends.append(float(plain_reward(plain, inputs, None, range(0, 4), 1.0, sigmas, torch.float64).sum()))
             plain.transformer.proj_out.weight[row, column] -= shift
-    assert abs(found) > 1e-2
-    assert found == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4)
+    assert abs(result) > 1e-2
+    assert result == pytest.approx((ends[0] - ends[1]) / 2e-5, rel=1e-4)
 
 
 def test_steps_before_the_differentiated_ones_change_the_sample_and_not_its_graph(folder: Path) -> None:
@@ -296,9 +296,9 @@ def test_steps_before_the_differentiated_ones_change_the_sample_and_not_its_grap
     latents = [sample(policies, range(start, 4), solver=DPMSolver2()).latents for start in (0, 3)]
     assert torch.equal(*latents)
     gradients = []
-    for each in latents:
+    for latent in latents:
         policies.model.denoiser.zero_grad()
-        each.square().sum().backward()
+        latent.square().sum().backward()
         gradients.append(policies.model.denoiser.proj_out.weight.grad.clone())
     assert not torch.allclose(*gradients, rtol=1e-2)
 
@@ -312,8 +312,8 @@ def test_recomputed_activations_give_the_same_bits(folder: Path, lora: bool) -> 
         weighted(policies.model.decode_differentiably(sample(policies, range(1, 4)).latents)).sum().backward()
         gradients.append(
             {
-                name.replace("._checkpoint_wrapped_module", ""): each
-                for name, each in gradients_of(policies.model.denoiser).items()
+                name.replace("._checkpoint_wrapped_module", ""): gradient
+                for name, gradient in gradients_of(policies.model.denoiser).items()
             }
         )
     assert gradients[0].keys() == gradients[1].keys()

@@ -25,7 +25,10 @@ from tests.reward_servers import noise_samples
 
 
 def test_samples_arrive_as_they_were_sent():
-    video, source = np.stack([each.image for each in noise_samples(5, size=6)]), noise_samples(1, size=4)[0].image
+    video, source = (
+        np.stack([noise_sample.image for noise_sample in noise_samples(5, size=6)]),
+        noise_samples(1, size=4)[0].image,
+    )
     sent = [
         dataclasses.replace(noise_samples(1)[0], image=video, source=source),
         dataclasses.replace(
@@ -65,8 +68,8 @@ def test_values_arrive_to_the_last_bit_and_failures_with_their_reason():
 
 
 def test_a_request_is_never_larger_than_it_was_counted():
-    samples = [dataclasses.replace(each, prompt="é🙂" * 300) for each in noise_samples(20, size=30)]
-    encoded = [wire.encode_sample(each) for each in samples]
+    samples = [dataclasses.replace(noise_sample, prompt="é🙂" * 300) for noise_sample in noise_samples(20, size=30)]
+    encoded = [wire.encode_sample(sample) for sample in samples]
     assert len(wire.encode_request("a reward", encoded)) <= sum(map(wire.encoded_size, encoded))
 
 
@@ -78,7 +81,7 @@ def test_what_json_cannot_hold_is_named_before_the_run():
 
 
 def test_more_pixels_than_fit_are_refused_before_they_are_decoded(monkeypatch):
-    data = wire.encode_request("r", [wire.encode_sample(each) for each in noise_samples(3, size=10)])
+    data = wire.encode_request("r", [wire.encode_sample(noise_sample) for noise_sample in noise_samples(3, size=10)])
     monkeypatch.setattr(wire, "MAX_PIXEL_BYTES", 3 * 300)
     wire.decode_request(data)
     monkeypatch.setattr(wire, "MAX_PIXEL_BYTES", 3 * 300 - 1)
@@ -111,13 +114,15 @@ class Recording(Reward):
 
     def score(self, samples):
         self.calls.append(len(samples))
-        if any(each.prompt == self.curse for each in samples):
+        if any(sample.prompt == self.curse for sample in samples):
             raise RuntimeError("cursed")
-        return [float(each.image.mean()) for each in samples]
+        return [float(sample.image.mean()) for sample in samples]
 
 
 def test_of_a_video_the_server_scores_frames_unless_its_reward_compares_images():
-    video = dataclasses.replace(noise_samples(1)[0], image=np.stack([each.image for each in noise_samples(5)]))
+    video = dataclasses.replace(
+        noise_samples(1)[0], image=np.stack([noise_sample.image for noise_sample in noise_samples(5)])
+    )
     reward = Recording(frame_step=2)
     ((values, _),) = score_requests(reward, [[video]], max_batch_size=8)
     assert reward.calls == [3] and values == [pytest.approx(video.image[::2].mean())]
@@ -138,7 +143,7 @@ def test_requests_are_scored_in_calls_of_bounded_size_and_split_again():
     outcomes = score_requests(reward, [samples[:1], samples[1:4], samples[4:]], max_batch_size=3)
     assert reward.calls == [3, 3, 1]
     assert [len(values) for values, _ in outcomes] == [1, 3, 3]
-    assert [value for values, _ in outcomes for value in values] == [float(each.image.mean()) for each in samples]
+    assert [value for values, _ in outcomes for value in values] == [float(sample.image.mean()) for sample in samples]
 
 
 def test_groups_of_different_requests_are_never_joined_or_cut():
@@ -153,7 +158,7 @@ def test_a_request_that_fails_takes_no_other_with_it():
     reward = Recording(curse=samples[0].prompt)
     (_, cursed), (values, fine) = score_requests(reward, [samples[:2], samples[2:]], max_batch_size=8)
     assert all("cursed" in reason for reason in cursed) and fine == ["", ""]
-    assert values == [float(each.image.mean()) for each in samples[2:]]
+    assert values == [float(sample.image.mean()) for sample in samples[2:]]
     assert reward.calls == [4, 2, 2]
 
 
@@ -197,7 +202,7 @@ def test_messages_hold_plain_types_only():
 
     def plain(value):
         if isinstance(value, dict):
-            return all(isinstance(key, str) and plain(each) for key, each in value.items())
+            return all(isinstance(key, str) and plain(value) for key, value in value.items())
         if isinstance(value, list):
             return all(map(plain, value))
         return value is None or type(value) in (str, bytes, int, float, bool)

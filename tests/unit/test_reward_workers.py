@@ -51,7 +51,7 @@ def score(process: bool, num_threads: int, samples: list[Sample]) -> Scores:
     scorer = Scorer(rewards(process))
     role = ThreadRole(scorer, "scorer", num_threads)
     parts = [role.call(Scorer.score, samples[at : at + 4]) for at in range(0, len(samples), 4)]
-    return Scores.cat([each.result() for each in parts])
+    return Scores.cat([part.result() for part in parts])
 
 
 def test_threads_and_processes_give_the_same_bits_however_many_there_are():
@@ -60,8 +60,8 @@ def test_threads_and_processes_give_the_same_bits_however_many_there_are():
     for process, num_threads in ((False, 4), (True, 1), (True, 4)):
         got = score(process, num_threads, samples)
         assert got.total.tobytes() == expected.total.tobytes(), (process, num_threads)
-        assert {name: each.tobytes() for name, each in got.components.items()} == {
-            name: each.tobytes() for name, each in expected.components.items()
+        assert {name: component.tobytes() for name, component in got.components.items()} == {
+            name: component.tobytes() for name, component in expected.components.items()
         }
         assert got.failures == []
 
@@ -175,7 +175,7 @@ def test_functions_by_module_and_of_groups(tmp_path: Path, monkeypatch: pytest.M
     scorer.prepare()
     scores = scorer.score(samples)
     assert list(scores.components) == ["plain", "group"]
-    assert scores.components["plain"].tolist() == [each.image.mean() for each in samples]
+    assert scores.components["plain"].tolist() == [sample.image.mean() for sample in samples]
     assert scores.components["group"].tolist() == [4, 5, 6, 7, 6, 7]
 
 

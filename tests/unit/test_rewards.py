@@ -150,8 +150,8 @@ def test_real_ocr_of_a_video_is_the_mean_over_its_frames():
     right = data.pixels(0).permute(1, 2, 3, 0).numpy()
     half = np.concatenate([right[:3], np.full_like(right[:2], 255)])
     samples = [Sample(image=each, prompt=f'write "{word}"', group_id=0) for each in (right, half)]
-    found = Scorer([OcrReward(detect=False, frame_step=2)]).score(samples).total
-    assert found.tolist() == pytest.approx([1, 2 / 3])
+    result = Scorer([OcrReward(detect=False, frame_step=2)]).score(samples).total
+    assert result.tolist() == pytest.approx([1, 2 / 3])
     assert np.abs(np.diff(right.astype(int), axis=0)).max() > 100, "the word moves"
 
 
@@ -188,10 +188,10 @@ def test_brightness_is_the_mean_of_the_pixels():
 
 
 def test_rewards_are_found_without_registration():
-    found = find_variants("sfumato.rewards")
-    assert list(found) == sorted(found)
-    assert {"brightness", "clip_score", "jpeg_compressibility", "jpeg_incompressibility", "ocr"} <= set(found)
-    assert all(issubclass(cls, Reward) for cls in found.values())
+    variants = find_variants("sfumato.rewards")
+    assert list(variants) == sorted(variants)
+    assert {"brightness", "clip_score", "jpeg_compressibility", "jpeg_incompressibility", "ocr"} <= set(variants)
+    assert all(issubclass(cls, Reward) for cls in variants.values())
     fields = {
         "name",
         "weight",
@@ -205,7 +205,7 @@ def test_rewards_are_found_without_registration():
         "num_threads",
         "batch_size",
     }
-    assert set(attribute_docs(found["ocr"])) == fields
+    assert set(attribute_docs(variants["ocr"])) == fields
 
 
 def test_rewards_are_built_from_yaml_and_dumped_to_the_same(tmp_path):

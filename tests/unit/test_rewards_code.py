@@ -198,8 +198,8 @@ def test_outputs_are_compared_without_spaces_at_the_ends():
     ids=lambda content: type(content).__name__,
 )  # fmt: skip
 def test_plain_data_comes_back_as_it_went(content):
-    found = decode(encode(content, None), None)
-    assert found == content and type(found) is type(content)
+    result = decode(encode(content, None), None)
+    assert result == content and type(result) is type(content)
 
 
 def test_layouts_of_data_sets_are_read():
@@ -223,10 +223,10 @@ def test_solutions_of_human_eval_pass_and_broken_ones_do_not(reward, monkeypatch
     assert len(problems) == 164
     for body, wanted in ((None, 1.0), ("    return None\n", 0.0)):  # broken: the body is replaced
         samples = []
-        for each in problems:
-            row = {"entry_point": each["entry_point"], "setup": each["prompt"]}
-            reward.check_row(each["prompt"], {"tests": each["test"], **row})
-            samples.append(sample(each["prompt"] + (body or each["canonical_solution"]), each["test"], **row))
+        for problem in problems:
+            row = {"entry_point": problem["entry_point"], "setup": problem["prompt"]}
+            reward.check_row(problem["prompt"], {"tests": problem["test"], **row})
+            samples.append(sample(problem["prompt"] + (body or problem["canonical_solution"]), problem["test"], **row))
         values = reward.score(samples)
-        wrong = [each["task_id"] for each, found in zip(problems, values, strict=True) if found != wanted]
+        wrong = [problem["task_id"] for problem, value in zip(problems, values, strict=True) if value != wanted]
         assert not wrong, wrong

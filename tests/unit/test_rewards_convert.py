@@ -89,7 +89,9 @@ def transformers_clip():
 @pytest.mark.parametrize("wrap", [lambda state: state, lambda state: {"epoch": 3, "state_dict": state}])
 def test_open_clip_weights_embed_the_same_in_transformers(tmp_path, wrap):
     original, target = OpenClip(), tmp_path / "model.safetensors"
-    torch.save(wrap({f"module.{name}": each for name, each in original.state_dict().items()}), tmp_path / "model.pt")
+    torch.save(
+        wrap({f"module.{name}": weight for name, weight in original.state_dict().items()}), tmp_path / "model.pt"
+    )
     convert("open_clip", tmp_path / "model.pt", target)
     converted = transformers_clip()
     converted.load_state_dict(load_file(target))

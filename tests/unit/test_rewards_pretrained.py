@@ -106,7 +106,7 @@ def clip_outputs(folder):
 
     model = CLIPModel.from_pretrained(folder).eval()
     batch = samples()
-    pixels = CLIPImageProcessorPil.from_pretrained(folder)([each.image for each in batch], return_tensors="pt")
+    pixels = CLIPImageProcessorPil.from_pretrained(folder)([sample.image for sample in batch], return_tensors="pt")
     tokenizer = CLIPTokenizer.from_pretrained(folder)
     tokens = tokenizer([each.prompt for each in batch], padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
@@ -149,14 +149,14 @@ def test_hpsv2_is_the_cosine_of_the_whole_image_with_its_prompt(folders):
 
     model, batch = CLIPModel.from_pretrained(folders["clip"]).eval(), samples()
     size = model.config.vision_config.image_size
-    pixels = torch.stack([fitted_by_pillow(each.image, size) for each in batch])
+    pixels = torch.stack([fitted_by_pillow(sample.image, size) for sample in batch])
     tokenizer = CLIPTokenizer.from_pretrained(folders["clip"])
     tokens = tokenizer([each.prompt for each in batch], padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
         outputs = model(pixel_values=pixels, **tokens)
     expected = outputs.logits_per_image.diagonal() / model.logit_scale.exp()
-    found = build("hpsv2", folders).score(batch)
-    np.testing.assert_allclose(found, expected.detach(), atol=1e-4)
+    actual = build("hpsv2", folders).score(batch)
+    np.testing.assert_allclose(actual, expected.detach(), atol=1e-4)
     wide = np.full((32, 96, 3), 200, np.uint8)
     edge = wide.copy()
     edge[:, :16] = 0  # outside of the middle square
@@ -197,7 +197,7 @@ def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
     batch = samples()
     with torch.no_grad():
         embeddings = []
-        for kept in ([each.image for each in batch], [each.source for each in batch]):
+        for kept in ([sample.image for sample in batch], [each.source for each in batch]):
             pixels = processor(kept, return_tensors="pt").pixel_values
             if kind == "dinov2":
                 embeddings.append(model(pixels).last_hidden_state[:, 0])
@@ -206,7 +206,7 @@ def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
                 embeddings.append(model.visual_projection(pooled) if kind == "clip" else pooled)
     values = reward.score(batch)
     np.testing.assert_allclose(values, F.cosine_similarity(*embeddings), **TOLERANCE)
-    same = [Sample(image=each.image, source=each.image, prompt="", group_id=0) for each in batch]
+    same = [Sample(image=sample.image, source=sample.image, prompt="", group_id=0) for sample in batch]
     np.testing.assert_allclose(reward.score(same), np.ones(3), **TOLERANCE)
     assert max(values) < 0.9999
 
@@ -275,8 +275,10 @@ def test_image_reward_is_blip_with_the_published_head_and_scale(folders):
     token_ids = {"a red cat": [2, 5, 6, 8, 3], "blue": [2, 7, 3]}  # of a vocabulary of ten words; no padding
     token_ids[PROMPTS[2]] = [2, 5, 7, 9, 1, 5, 6, 9, 1, 5, 8, 3]
     expected = []
-    for each in samples():
-        features = blip_features(tensors, prepare_pixels(each.image, 32)[None], torch.tensor([token_ids[each.prompt]]))
+    for sample in samples():
+        features = blip_features(
+            tensors, prepare_pixels(sample.image, 32)[None], torch.tensor([token_ids[sample.prompt]])
+        )
         head = {name.removeprefix("mlp."): tensor for name, tensor in tensors.items() if name.startswith("mlp.")}
         expected.append((linear_head(features, head).item() - 0.16717362830052426) / 1.0333394966054072)
     assert np.std(expected) > 0.01
@@ -299,7 +301,7 @@ def test_a_class_has_the_probability_that_transformers_gives_it(folders):
 
     classify = pipeline("image-classification", model=str(folders["classifier"]), device="cpu")
     expected = [
-        next(found["score"] for found in classify(Image.fromarray(image)) if found["label"] == "NSFW")
+        next(entry["score"] for entry in classify(Image.fromarray(image)) if entry["label"] == "NSFW")
         for image in images(3)
     ]
     assert len({round(value, 4) for value in expected}) == 3
@@ -342,10 +344,10 @@ def test_hpsv3_rates_at_its_token_with_plainly_counted_positions(folders):
     config.text_config.vocab_size = len(tokenizer)
     model = Qwen2VLModel(config).eval()
     tensors = load_file(folder / "HPSv3.safetensors")
-    body = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
+    body = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
     model.language_model.load_state_dict(body)
     model.visual.load_state_dict(
-        {name.removeprefix("visual."): each for name, each in tensors.items() if name.startswith("visual.")}
+        {name.removeprefix("visual."): tensor for name, tensor in tensors.items() if name.startswith("visual.")}
     )
     w = Weights(tensors, "rm_head.")
     expected = []
@@ -411,7 +413,7 @@ def test_a_text_longer_than_the_model_reads_has_no_score(folders):
 def test_a_text_model_without_padding_reads_one_at_a_time(tmp_path):
     folder = tiny.write_text_reward_model(tmp_path / "text", pad_token_id=None)
     reward = TextRewardModel(model_path=str(folder), device="cpu")
-    np.testing.assert_allclose(reward.score(texts()), [reward.score([each])[0] for each in texts()], **TOLERANCE)
+    np.testing.assert_allclose(reward.score(texts()), [reward.score([text])[0] for text in texts()], **TOLERANCE)
 
 
 @pytest.mark.parametrize("num_labels", [1, 2])
@@ -443,12 +445,12 @@ def test_step_probabilities_are_read_where_steps_end(tmp_path, kind, num_labels)
     assert np.std(expected) > 0.001
     answer = {"prompt": "What is 1 + 2?", "group_id": 0}
     given = [Sample(text="It is\n3.\n\nabc cba", **answer), Sample(text=" \n", **answer), texts()[1]]
-    found = {how: each.score(given) for how, each in reward.items()}
+    actual = {how: value.score(given) for how, value in reward.items()}
     wanted = {"min": min(expected), "product": math.prod(expected), "mean": np.mean(expected), "last": expected[-1]}
     for how, value in wanted.items():
-        assert found[how][0] == pytest.approx(value, rel=1e-5), how
-        assert math.isnan(found[how][1]) and math.isfinite(found[how][2])
-        assert reward[how].score(given[2:]) == pytest.approx(found[how][2:], rel=1e-5)
+        assert actual[how][0] == pytest.approx(value, rel=1e-5), how
+        assert math.isnan(actual[how][1]) and math.isfinite(actual[how][2])
+        assert reward[how].score(given[2:]) == pytest.approx(actual[how][2:], rel=1e-5)
 
 
 def test_the_last_answer_of_several_turns_is_scored_with_all_of_them(folders):
@@ -469,7 +471,7 @@ def test_the_last_answer_of_several_turns_is_scored_with_all_of_them(folders):
 def test_scores_depend_neither_on_the_order_nor_on_the_batch(folders, name):
     batch = REWARDS[name][2]()
     alone = build(name, folders, batch_size=1).score(batch)
-    assert len(set(alone)) == 3 and all(math.isfinite(each) for each in alone)
+    assert len(set(alone)) == 3 and all(math.isfinite(value) for value in alone)
     together = build(name, folders, batch_size=8).score(batch[::-1] + batch[:1])
     np.testing.assert_allclose(together, [*alone[::-1], alone[0]], rtol=2e-5, atol=1e-5)
 
@@ -501,9 +503,9 @@ def test_another_process_gives_the_same_to_the_bit(folders):
 
 
 def test_a_video_has_the_mean_of_the_frames_that_are_looked_at(folders):
-    frames = np.stack([np.array(Image.fromarray(each).resize((40, 40))) for each in images(6)])
+    frames = np.stack([np.array(Image.fromarray(image).resize((40, 40))) for image in images(6)])
     reward = build("clip_score", folders, frame_step=2)
-    expected = np.mean([reward.score([Sample(image=each, prompt="red", group_id=0)]) for each in frames[::2]])
+    expected = np.mean([reward.score([Sample(image=frame, prompt="red", group_id=0)]) for frame in frames[::2]])
     total = Scorer([reward]).score([Sample(image=frames, prompt="red", group_id=0)]).total
     np.testing.assert_allclose(total, [expected], **TOLERANCE)
 

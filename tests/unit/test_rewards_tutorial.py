@@ -40,8 +40,8 @@ def test_every_block_does_what_the_page_says(tmp_path: Path, monkeypatch: pytest
         for kind, text in BLOCKS:
             done.append(run_block(kind, text, servers))
     finally:
-        for each in servers:
-            each.end()
+        for server in servers:
+            server.end()
         close_workers()
         for name in ("my_rewards", "my_functions"):
             sys.modules.pop(name, None)

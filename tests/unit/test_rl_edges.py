@@ -104,9 +104,9 @@ def test_a_huge_reward_stops_the_run_with_its_name_and_not_with_advantages_of_ze
 def test_advantages_of_large_and_tiny_rewards_are_those_of_their_ranks(advantage: Any) -> None:
     group = torch.zeros(4, dtype=torch.long)
     large = torch.tensor([-LARGEST, 0.0, 1.0, LARGEST], dtype=torch.float64)
-    found = advantage.compute(large, group)
-    assert torch.isfinite(found.values).all()
-    assert found.values[0] < 0 < found.values[3] and not found.no_spread.any()
+    result = advantage.compute(large, group)
+    assert torch.isfinite(result.values).all()
+    assert result.values[0] < 0 < result.values[3] and not result.no_spread.any()
     tiny = advantage.compute(torch.tensor([0.0, 0.0, 0.0, 5e-324], dtype=torch.float64), group)
     assert torch.isfinite(tiny.values).all()
     with pytest.raises(ValueError, match=r"a reward is 1e\+200 in magnitude"):
@@ -133,9 +133,9 @@ ACTIVE = {"updates": 2.0, "grad_norm": 0.1, "lr": 1e-4, "advantage/groups_withou
     ],
 )
 def test_why_an_iteration_learned_nothing(changes: dict[str, float], why: str) -> None:
-    found = why_idle({**ACTIVE, **changes})
-    assert found.startswith(why) and bool(found) == bool(why)
-    assert not found or found in REMEDIES
+    result = why_idle({**ACTIVE, **changes})
+    assert result.startswith(why) and bool(result) == bool(why)
+    assert not result or result in REMEDIES
 
 
 def test_iterations_in_a_row_are_said_at_each_doubling() -> None:

@@ -49,7 +49,9 @@ def loaded(tmp_path: Path, kind: str) -> tuple[Any, list[TextPrompt]]:
 
 def of_kind(prompts: list[TextPrompt], kind: type) -> list[TextPrompt]:
     """Prompts that have a video, or audio."""
-    return [each for each in prompts if each.images and any(isinstance(one, kind) for one in each.images.find())]
+    return [
+        prompt for prompt in prompts if prompt.images and any(isinstance(one, kind) for one in prompt.images.find())
+    ]
 
 
 @pytest.mark.parametrize(
@@ -59,18 +61,18 @@ def test_drawn_tokens_have_the_log_probs_of_transformers(kind: str, tmp_path: Pa
     model, prompts = loaded(tmp_path, kind)
     heard, seen = of_kind(prompts, AudioFile), of_kind(prompts, VideoFile)
     assert bool(heard) == (kind not in ("qwen3_vl", *SLOW[:3])) and bool(seen) == (kind != "qwen2_audio")
-    assert len(heard) + len(seen) > 2 and any(each.images is None for each in prompts)
+    assert len(heard) + len(seen) > 2 and any(prompt.images is None for prompt in prompts)
     for number in range(2):
         drawn = draw(model, prompts[:5], max_batch_size=5)
-        for one in drawn:
-            found, expected = torch.from_numpy(one.log_probs[one.drawn]), by_transformers(model, one)
-            assert torch.allclose(found, expected, atol=1e-5), (number, (found - expected).abs().max())
-        assert len({tuple(one.token_ids) for one in drawn[3:6]}) == 3, "the answers of a group differ"
+        for sequence in drawn:
+            actual, expected = torch.from_numpy(sequence.log_probs[sequence.drawn]), by_transformers(model, sequence)
+            assert torch.allclose(actual, expected, atol=1e-5), (number, (actual - expected).abs().max())
+        assert len({tuple(sequence.token_ids) for sequence in drawn[3:6]}) == 3, "the answers of a group differ"
         requests = [SampleRequest(index // 3, index % 3, 1) for index in range(len(drawn))]
         rollout = TextRollout(requests=requests, versions=[0] * len(drawn), sequences=[[one] for one in drawn])
         batch = pack_samples(rollout, model)  # as an update packs them
         again = model.token_log_probs([batch])[0][batch.loss_mask]
-        before = torch.cat([torch.from_numpy(one.log_probs[one.drawn]) for one in drawn])
+        before = torch.cat([torch.from_numpy(sequence.log_probs[sequence.drawn]) for sequence in drawn])
         assert torch.allclose(again, before, atol=1e-5)
         with torch.no_grad():  # and after weights have changed
             for parameter in model.module.parameters():
@@ -98,11 +100,11 @@ def test_a_drawn_token_by_which_media_are_found_ends_the_answer(kind: str, tmp_p
         tokens = [*given.token_ids, 70, 71, begin]
         drawn = np.arange(len(tokens)) >= len(given.token_ids)
         numbers = np.zeros(len(tokens), np.float32)
-        one = TokenSequence(np.array(tokens, np.int32), drawn, numbers, drawn - 1, "stop", given.images)
-        rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[one]])
+        token_sequence = TokenSequence(np.array(tokens, np.int32), drawn, numbers, drawn - 1, "stop", given.images)
+        rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[token_sequence]])
         batch = pack_samples(rollout, model)
-        found = model.token_log_probs([batch])[0][batch.loss_mask]
-        assert torch.allclose(found, by_transformers(model, one), atol=1e-5)
+        result = model.token_log_probs([batch])[0][batch.loss_mask]
+        assert torch.allclose(result, by_transformers(model, token_sequence), atol=1e-5)
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,9 @@ def test_a_run_is_on_policy_and_is_exported_with_what_it_heard_by(run: Path) -> 
 @pytest.mark.slow
 def test_dumps_are_learned_from_without_the_data(run: Path, tmp_path: Path) -> None:
     dump = read_dump(dump_path(run, 1))
-    kinds = {type(file) for own in dump.rollout.sequences if own[0].images for file in own[0].images.find()}
+    kinds = {
+        type(file) for sequence in dump.rollout.sequences if sequence[0].images for file in sequence[0].images.find()
+    }
     assert kinds == {bytes, AudioFile, VideoFile}
     settings = {"rollout": {"load_dump": str(run)}, "train": {"max_steps": 2, "lr": 0.01}}
     again = run_task_here("rl_text", tiny_media_rl_config(tmp_path, OMNI, **settings))

@@ -37,7 +37,11 @@ QUICK = ("grpo", "ppo")
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(each, marks=() if each in QUICK else pytest.mark.slow) for each in sorted(TEXT_RECIPES)]
+    "recipe",
+    [
+        pytest.param(text_recipe, marks=() if text_recipe in QUICK else pytest.mark.slow)
+        for text_recipe in sorted(TEXT_RECIPES)
+    ],
 )
 def test_every_recipe_begins_on_policy(recipe: str, whole: Path, tmp_path: Path) -> None:
     settings = {"algorithm": {"recipe": recipe}, "train": {"max_steps": 2, "global_batch_size": 8}}
@@ -88,7 +92,7 @@ def test_an_update_is_that_of_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
         return update_policy(actor, part, advantages, config, step)
 
     def before(model: Any, *args: Any) -> float:
-        kept["gradients"] = {name: each.grad.clone() for name, each in model.named_parameters()}
+        kept["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         return reduce_and_clip(model, *args)
 
     monkeypatch.setattr(task, "update_policy", watched)

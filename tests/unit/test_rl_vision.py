@@ -85,14 +85,16 @@ def draw(model: Any, prompts: list[TextPrompt], most: int = 9, **settings: Any) 
     """Three answers to each prompt by the embedded engine."""
     engine = EmbeddedEngine(model.module, vision=model.vision, **settings)
     asked = [prompt for prompt in prompts for _ in range(3)]
-    requests = [GenerationRequest(each.token_ids, seed, most, images=each.images) for seed, each in enumerate(asked)]
+    requests = [
+        GenerationRequest(sequence.token_ids, seed, most, images=sequence.images) for seed, sequence in enumerate(asked)
+    ]
     stop = tuple(model.vision.reader.media_tokens())
-    found = complete(engine, requests, Sampling(stop_token_ids=stop))
+    result = complete(engine, requests, Sampling(stop_token_ids=stop))
     assert isinstance(engine._rows, CachedRows if model.row_layout.rows == "packed" else RecomputedRows | CachedRows)
     return [
         TokenSequence(**vars(single_turn(prompt.token_ids, *parts)) | {"images": prompt.images})
-        for prompt, one in zip(asked, found, strict=True)
-        for parts in [(one.token_ids, one.log_probs, one.versions, one.finish_reason)]
+        for prompt, output in zip(asked, result, strict=True)
+        for parts in [(output.token_ids, output.log_probs, output.versions, output.finish_reason)]
     ]
 
 
@@ -102,10 +104,10 @@ def test_drawn_tokens_have_the_log_probs_of_transformers(kind: str, tmp_path: Pa
     assert [prompt.images is None for prompt in prompts[:3]] == [True, False, False]
     for number in range(2):
         drawn = draw(model, prompts[:6], max_batch_size=5)
-        for one in drawn:
-            expected = by_transformers(model, one)
-            assert torch.allclose(torch.from_numpy(one.log_probs[one.drawn]), expected, atol=1e-5), number
-        assert len({tuple(one.token_ids) for one in drawn[3:6]}) == 3, "the answers of a group differ"
+        for sequence in drawn:
+            expected = by_transformers(model, sequence)
+            assert torch.allclose(torch.from_numpy(sequence.log_probs[sequence.drawn]), expected, atol=1e-5), number
+        assert len({tuple(sequence.token_ids) for sequence in drawn[3:6]}) == 3, "the answers of a group differ"
         with torch.no_grad():  # and after weights have changed
             for parameter in model.module.parameters():
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
@@ -132,9 +134,11 @@ def test_a_prompt_is_encoded_once_for_its_group(tmp_path: Path, monkeypatch: pyt
     engine = EmbeddedEngine(model.module, max_length=200, vision=model.vision)
     engine._prepared()
     seen.clear()
-    requests = [GenerationRequest(each.token_ids, seed, 4, images=each.images) for seed in range(4) for each in prompts]
+    requests = [
+        GenerationRequest(prompt.token_ids, seed, 4, images=prompt.images) for seed in range(4) for prompt in prompts
+    ]
     complete(engine, requests, Sampling())
-    assert sum(seen) == sum(len(each.images.shapes) for each in prompts if each.images is not None)
+    assert sum(seen) == sum(len(prompt.images.shapes) for prompt in prompts if prompt.images is not None)
 
 
 def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path) -> None:
@@ -142,25 +146,25 @@ def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path)
     given = prompts[1].token_ids
     tokens = [*given, 70, 71, IMAGE_TOKEN]
     drawn = np.arange(len(tokens)) >= len(given)
-    one = TokenSequence(
+    token_sequence = TokenSequence(
         np.array(tokens, np.int32), drawn, np.zeros(len(tokens), np.float32), drawn - 1, "stop", prompts[1].images
     )
-    rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[one]])
+    rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[token_sequence]])
     batch = pack_samples(rollout, model)
     labels = batch.labels
     assert labels[labels != -100].tolist() == [70, 71, IMAGE_TOKEN]
     assert int((batch.input_ids == IMAGE_TOKEN).sum()) == given.count(IMAGE_TOKEN) > 0
-    found = model.token_log_probs([batch])[0][batch.loss_mask]
-    before = one.token_ids[:-1]
+    actual = model.token_log_probs([batch])[0][batch.loss_mask]
+    before = token_sequence.token_ids[:-1]
     ids = torch.from_numpy(before.astype(np.int64))[None]
     with torch.no_grad():
         plain = copy.deepcopy(model.plain).eval()
         plain.set_attn_implementation("eager")
-        logits = plain(input_ids=ids, use_cache=False, **model.single_document_inputs(before, one.images)).logits[
-            0, -3:
-        ]
+        logits = plain(
+            input_ids=ids, use_cache=False, **model.single_document_inputs(before, token_sequence.images)
+        ).logits[0, -3:]
     expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor([70, 71, IMAGE_TOKEN])]
-    assert torch.allclose(found, expected, atol=1e-5)
+    assert torch.allclose(actual, expected, atol=1e-5)
 
 
 def test_a_run_is_on_policy_and_its_report_shows_the_images(run: Path) -> None:
@@ -175,7 +179,7 @@ def test_a_run_is_on_policy_and_its_report_shows_the_images(run: Path) -> None:
 @pytest.mark.slow
 def test_dumps_are_learned_from_without_the_data(run: Path, tmp_path: Path) -> None:
     dump = read_dump(dump_path(run, 1))
-    shapes = [own[0].images and own[0].images.shapes.tolist() for own in dump.rollout.sequences]
+    shapes = [sequence[0].images and sequence[0].images.shapes.tolist() for sequence in dump.rollout.sequences]
     assert any(shapes) and not all(shapes)
     settings = {"rollout": {"load_dump": str(run)}, "train": {"max_steps": 2, "lr": 0.01}}
     again = run_task_here("rl_text", tiny_vision_rl_config(tmp_path, **settings))
@@ -204,8 +208,8 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
     async def all_of(images: RenderedImages) -> list[Any]:
         return await asyncio.gather(*(images.of(prompt.token_ids, prompt.images) for _ in range(4)))
 
-    found = asyncio.run(all_of(RenderedImages(reader, render)))
-    assert [each["mm_placeholders"]["image"] for each in found] == [[{"offset": begin, "length": length}]] * 4
+    result = asyncio.run(all_of(RenderedImages(reader, render)))
+    assert [entry["mm_placeholders"]["image"] for entry in result] == [[{"offset": begin, "length": length}]] * 4
     assert len(given) == 1, "once for a group"
     _, rows, columns = prompt.images.shapes[0].tolist()
     with Image.open(io.BytesIO(given[0][0])) as scaled:

@@ -70,14 +70,14 @@ def trained(
         optimizer.zero_grad()
         ema.update()
     tensors = [*module.parameters(), *module.buffers(), *ema.averages.values()]
-    tensors += [plain for each in _state_tensors(optimizer) for plain in _plain(each)]
-    return [each.detach().clone() for each in tensors], memory
+    tensors += [plain for state_tensor in _state_tensors(optimizer) for plain in _plain(state_tensor)]
+    return [tensor.detach().clone() for tensor in tensors], memory
 
 
 def there_and_back(memory: RoleMemory) -> None:
     freed = memory.before_generation(sampled_here=False)
     assert memory.away == ["parameters", "optimizer", "average"]
-    assert all(each.untyped_storage().nbytes() == 0 for each in memory.module.parameters())
+    assert all(parameter.untyped_storage().nbytes() == 0 for parameter in memory.module.parameters())
     assert all(
         plain.untyped_storage().nbytes() == 0 for part in _state_tensors(memory.optimizer) for plain in _plain(part)
     )
@@ -118,11 +118,11 @@ def test_adapters_on_a_frozen_model():
             memory.before_step()
             optimizer.step()
             optimizer.zero_grad()
-        return [each.detach().clone() for each in module.parameters()]
+        return [parameter.detach().clone() for parameter in module.parameters()]
 
     def away(memory):
         freed = memory.before_generation(sampled_here=False)
-        assert freed >= sum(each.numel() * 4 for each in memory.module.parameters()) > 0
+        assert freed >= sum(parameter.numel() * 4 for parameter in memory.module.parameters()) > 0
         memory.before_update()
 
     assert all(torch.equal(a, b) for a, b in zip(outcome(away), outcome(lambda memory: None), strict=True))
@@ -132,11 +132,11 @@ def test_phases_move_what_the_next_one_does_not_need():
     seen = []
 
     def phases(memory):
-        for each in memory.module.parameters():
-            each.grad = torch.ones_like(each)
+        for parameter in memory.module.parameters():
+            parameter.grad = torch.ones_like(parameter)
         memory.before_generation(sampled_here=True, keep=["average"])
         seen.append(memory.away)
-        assert all(each.grad is None for each in memory.module.parameters())
+        assert all(parameter.grad is None for parameter in memory.module.parameters())
         memory.module(torch.ones(1, 64))  # the role samples
         assert memory.before_update() == 0
         seen.append(memory.away)

@@ -59,9 +59,9 @@ def example() -> tuple[TextRollout, Advantages, dict[str, torch.Tensor]]:
     fields = {"advantages": torch.randn(6), "proximal_log_probs": torch.tensor([-0.0, -1e-38, -80.0, 1.0, 2.0, 3.0])}
     flags = [torch.tensor([row == place for row in range(4)]) for place in range(3)]
     rewards = torch.tensor([0.5, 1 / 3, torch.nan, 0.0], dtype=torch.float64)
-    given = {"rewards": rewards, "components": {"length": rewards * 2, "a.b": rewards - 1}}
+    settings = {"rewards": rewards, "components": {"length": rewards * 2, "a.b": rewards - 1}}
     values = torch.tensor([0.25, -1 / 3, 0.0, 1e-30])
-    return rollout, Advantages(values, *flags, {"x": 1.0}, **given), fields
+    return rollout, Advantages(values, *flags, {"x": 1.0}, **settings), fields
 
 
 def same(one: np.ndarray, other: np.ndarray) -> bool:
@@ -69,21 +69,21 @@ def same(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def assert_equal(
-    found: RolloutDump, rollout: TextRollout, advantages: Advantages, token_values: dict[str, torch.Tensor]
+    rollout_dump: RolloutDump, rollout: TextRollout, advantages: Advantages, token_values: dict[str, torch.Tensor]
 ) -> None:
-    assert found.rollout.requests == rollout.requests and found.rollout.versions == rollout.versions
-    for some, others in zip(found.rollout.sequences, rollout.sequences, strict=True):
-        for one, other in zip(some, others, strict=True):
+    assert rollout_dump.rollout.requests == rollout.requests and rollout_dump.rollout.versions == rollout.versions
+    for some, others in zip(rollout_dump.rollout.sequences, rollout.sequences, strict=True):
+        for output, other in zip(some, others, strict=True):
             for name in ("token_ids", "drawn", "log_probs", "versions"):
-                assert same(getattr(one, name), getattr(other, name)), name
-            assert one.finish_reason == other.finish_reason
-    assert set(found.token_values) == set(token_values)
-    assert all(same(found.token_values[name].numpy(), token_values[name].numpy()) for name in token_values)
-    assert set(found.advantages.components) == set(advantages.components)
+                assert same(getattr(output, name), getattr(other, name)), name
+            assert output.finish_reason == other.finish_reason
+    assert set(rollout_dump.token_values) == set(token_values)
+    assert all(same(rollout_dump.token_values[name].numpy(), token_values[name].numpy()) for name in token_values)
+    assert set(rollout_dump.advantages.components) == set(advantages.components)
     for name, expected in advantages.components.items():
-        assert same(found.advantages.components[name].numpy(), expected.numpy())
+        assert same(rollout_dump.advantages.components[name].numpy(), expected.numpy())
     for name in ("values", "failed", "no_spread", "left_out", "rewards"):
-        assert same(getattr(found.advantages, name).numpy(), getattr(advantages, name).numpy()), name
+        assert same(getattr(rollout_dump.advantages, name).numpy(), getattr(advantages, name).numpy()), name
 
 
 def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
@@ -91,10 +91,10 @@ def test_what_is_read_is_what_was_written(tmp_path: Path) -> None:
     path = dump_path(tmp_path, 10, 3)
     write_dump(path, rollout, advantages, token_values, step=10, data_rank=3)
     assert path.relative_to(tmp_path) == Path("rollouts/step_000010.rank3.safetensors")
-    found = read_dump(path)
-    assert_equal(found, rollout, advantages, token_values)
-    assert found.step == 10 and found.rank_batch.sample_ids == {10: 0, 11: 1, 12: 2, 13: 3}
-    assert [each.name for each in path.parent.iterdir()] == [path.name], "nothing else is left"
+    dump = read_dump(path)
+    assert_equal(dump, rollout, advantages, token_values)
+    assert dump.step == 10 and dump.rank_batch.sample_ids == {10: 0, 11: 1, 12: 2, 13: 3}
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing else is left"
 
 
 def test_a_rank_without_samples_writes_none(tmp_path: Path) -> None:
@@ -121,10 +121,10 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
 
     def of_dump(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
         learned.append(part)
-        given = TextRollout(
+        text_rollout = TextRollout(
             requests=drawn.rollout.requests, versions=drawn.rollout.versions, sequences=drawn.rollout.sequences
         )  # all that the update computes itself is computed again
-        return update_policy(actor, drawn.part._replace(rollouts=[given]), drawn.advantages, config, step)
+        return update_policy(actor, drawn.part._replace(rollouts=[text_rollout]), drawn.advantages, config, step)
 
     def other_noise(state: Any, requests: Any, iteration: int, version: int) -> Any:
         return draw(state, requests, iteration + 100, version)
@@ -133,8 +133,10 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(task, "generate", other_noise)
     config["train"]["output_dir"] = str(tmp_path / "again")
     again = run_task_here(task, config)
-    tokens = [each.token_ids.tolist() for rollout in learned[0][0] for own in rollout.sequences for each in own]
-    assert tokens != [each.token_ids.tolist() for own in drawn.rollout.sequences for each in own]
+    tokens = [
+        answer.token_ids.tolist() for rollout in learned[0][0] for sequence in rollout.sequences for answer in sequence
+    ]
+    assert tokens != [answer.token_ids.tolist() for sequence in drawn.rollout.sequences for answer in sequence]
     first, second = weights_in(tmp_path / "run/hf_ckpt"), weights_in(again / "hf_ckpt")
     assert first == second
     assert_equal(read_dump(dump_path(again, 1)), drawn.rollout, drawn.advantages)
@@ -169,7 +171,9 @@ def test_drawing_alone_and_learning_alone(tmp_path: Path) -> None:
     assert dumps[0].rollout.requests[0].prompt_id != dumps[1].rollout.requests[0].prompt_id
     for line, dump in zip(lines, dumps, strict=True):
         assert not dump.token_values and dump.temperature == 1.0
-        assert {int(each) for own in dump.rollout.sequences for one in own for each in one.versions} == {-1, 0}
+        assert {
+            int(version) for sequence in dump.rollout.sequences for one in sequence for version in one.versions
+        } == {-1, 0}
         assert float(dump.advantages.rewards.mean()) == pytest.approx(line["reward/total"])
         assert torch.equal(dump.advantages.components["ascii"], dump.advantages.rewards)
 
@@ -191,15 +195,15 @@ def dumped(folder: Path, rollout: TextRollout, advantages: Advantages, rank: int
 
 def test_samples_are_found_in_the_dumps_of_all_ranks(tmp_path: Path) -> None:
     rollout, advantages, _ = example()
-    for own in rollout.sequences:
-        for one in own:
-            one.token_ids[:] = 65 + one.token_ids % 20
+    for sequence in rollout.sequences:
+        for answer in sequence:
+            answer.token_ids[:] = 65 + answer.token_ids % 20
     dumped(tmp_path, rollout.rows([0, 1]), advantages.rows([0, 1]))
     source = dumped(tmp_path, rollout.rows([2, 3]), advantages.rows([2, 3]), rank=1, temperature=0.8)
     wanted = [rollout.requests[row] for row in (3, 1)]
-    found, samples = source.draw(wanted, 0)
-    assert found.requests == wanted and found.versions == [3, 3]
-    assert [len(own) for own in found.sequences] == [0, 2] and samples[1].num_tokens == 4
+    actual, samples = source.draw(wanted, 0)
+    assert actual.requests == wanted and actual.versions == [3, 3]
+    assert [len(sequence) for sequence in actual.sequences] == [0, 2] and samples[1].num_tokens == 4
     assert samples[1].scores == {"length": pytest.approx(2 / 3), "a.b": pytest.approx(-2 / 3)}
     assert samples[0].text == "" and len(samples[1].text) == 4 and samples[1].group_id == 0
     with pytest.raises(DataError, match="have no sample 77"):
@@ -305,7 +309,7 @@ def test_a_run_that_does_not_ask_writes_none(tmp_path: Path) -> None:
 
 
 def test_tokens_in_colours(tmp_path: Path) -> None:
-    sequences = [[TokenSequence(*(np.array(each) for each in tokens))] for tokens in COLOURED]
+    sequences = [[TokenSequence(*(np.array(token) for token in tokens))] for tokens in COLOURED]
     requests = [SampleRequest(4, 0, 0), SampleRequest(5, 0, 0)]
     rollout = TextRollout(requests=requests, versions=[0, 0], sequences=sequences)
     token_values = {

@@ -200,10 +200,10 @@ def test_a_run_logs_it_says_what_it_is_over_and_exports_the_setting(tmp_path: Pa
 )
 def test_settings_that_hide_the_routers_of_a_forward_pass_are_refused(tmp_path: Path, settings: Any) -> None:
     config = text_config(tmp_path, "mixtral", train=settings)
-    found = check_config(write_config(config, tmp_path / "config.yaml"), num_ranks=2, with_data=False)
+    result = check_config(write_config(config, tmp_path / "config.yaml"), num_ranks=2, with_data=False)
     assert any(
         str(next(iter(settings))) in problem and "and the routers' auxiliary loss" in problem
-        for problem in found.problems
+        for problem in result.problems
     )
     if settings == {"compile": True}:
         with pytest.raises(ConfigError, match=r"train\.compile and the routers' auxiliary loss"):

@@ -35,8 +35,12 @@ def arrays_of(samples):
     """Tokens, loss mask and numbers of all documents."""
     documents = [document for sample in samples for document in sample.documents]
     return [
-        (each.input_ids.tolist(), each.loss_mask.tolist(), None if each.numbers is None else each.numbers[-1].item())
-        for each in documents
+        (
+            document.input_ids.tolist(),
+            document.loss_mask.tolist(),
+            None if document.numbers is None else document.numbers[-1].item(),
+        )
+        for document in documents
     ]
 
 
@@ -127,7 +131,7 @@ def test_a_pair_has_the_tokens_and_masks_of_two_conversations(name):
 def test_pairs_are_taken_apart_for_answers_that_are_good_or_bad(name):
     row, expected = PAIRS[name]
     good, bad = arrays_of(samples_of(row, "unpaired"))
-    assert [good[:2], bad[:2]] == [each[:2] for each in arrays_of(samples_of(expected, "preference"))]
+    assert [good[:2], bad[:2]] == [array[:2] for array in arrays_of(samples_of(expected, "preference"))]
     assert (good[2], bad[2]) == (1.0, 0.0)
 
 

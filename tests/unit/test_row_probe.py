@@ -60,9 +60,9 @@ def test_the_sizes_are_those_of_the_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize("guidance_scale", [1.0, 3.0])
 def test_rows_of_a_real_model_are_independent(tmp_path: Path, guidance_scale: float) -> None:
     config = config_with(tmp_path, rollout={"guidance_scale": guidance_scale})
-    found = compare_rows(model_of(config), config, ALONE)
-    assert set(found.differences) == {2, 8} and max(found.differences.values()) <= ROUNDING
-    assert found.is_exact is (max(found.differences.values()) == 0.0) and (found.is_exact or ROUNDING)
+    result = compare_rows(model_of(config), config, ALONE)
+    assert set(result.differences) == {2, 8} and max(result.differences.values()) <= ROUNDING
+    assert result.is_exact is (max(result.differences.values()) == 0.0) and (result.is_exact or ROUNDING)
 
 
 def test_a_layer_whose_rows_depend_on_the_batch_is_named(tmp_path: Path) -> None:
@@ -71,12 +71,12 @@ def test_a_layer_whose_rows_depend_on_the_batch_is_named(tmp_path: Path) -> None
     # the first that computes: where the CPU's own kernels make rows differ, none does before it
     depend_on_the_batch(model, "time_text_embed.timestep_embedder.linear_1", 1e-4)
     before = torch.get_rng_state()
-    found = compare_rows(model, config, ALONE)
+    result = compare_rows(model, config, ALONE)
     assert torch.equal(torch.get_rng_state(), before), "the numbers of the run are those without a probe"
-    assert found.is_exact is False and found.differences[2] > 0
-    assert found.layer == "time_text_embed.timestep_embedder.linear_1 (Linear)" and found.layer in found.message
-    assert found.environment["row_probe"]["rows_independent_of_batch"] is False
-    hooks = [each for module in model.denoiser.modules() for each in module._forward_hooks]
+    assert result.is_exact is False and result.differences[2] > 0
+    assert result.layer == "time_text_embed.timestep_embedder.linear_1 (Linear)" and result.layer in result.message
+    assert result.environment["row_probe"]["rows_independent_of_batch"] is False
+    hooks = [forward_hook for module in model.denoiser.modules() for forward_hook in module._forward_hooks]
     assert len(hooks) == 1, "of the probe none is left"
 
 
@@ -97,8 +97,8 @@ def test_what_the_self_check_asks_for() -> None:
 
 def test_where_nothing_can_be_compared_the_reason_is_told(tmp_path: Path) -> None:
     given = config_with(tmp_path, train={"compile": True})
-    found = compare_rows(model_of(given), given, ALONE).environment["row_probe"]
-    assert found["rows_independent_of_batch"] is None and "compiled" in found["reason"]
+    result = compare_rows(model_of(given), given, ALONE).environment["row_probe"]
+    assert result["rows_independent_of_batch"] is None and "compiled" in result["reason"]
 
 
 def test_where_nothing_is_replayed_nothing_is_probed(tmp_path: Path) -> None:
@@ -121,9 +121,9 @@ def test_a_run_whose_rows_are_independent_must_replay_exactly(tmp_path: Path) ->
     task.replay_trajectories = nudged
     with pytest.raises(SelfCheckError, match=r"allowed: 0\.00e\+00"):
         run_task_here(task, config)
-    found = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert found["row_probe"] == {"rows_independent_of_batch": True, "differences": {"2 rows": 0.0, "8 rows": 0.0}}
-    assert found["cpu_kernels"]["MKL_CBWR"]
+    result = json.loads((tmp_path / "run" / "environment.json").read_text())
+    assert result["row_probe"] == {"rows_independent_of_batch": True, "differences": {"2 rows": 0.0, "8 rows": 0.0}}
+    assert result["cpu_kernels"]["MKL_CBWR"]
 
 
 @pytest.mark.parametrize(("error", "updates"), [(2e-6, 1), pytest.param(2e-6, 2, marks=pytest.mark.slow), (1e-2, 1)])
@@ -163,7 +163,7 @@ def test_on_a_cpu_without_avx2_a_run_says_that_its_rows_depend_on_the_batch(tmp_
     config = write_config(tiny_rl_config(tmp_path, train={"max_steps": 1}), tmp_path / "run.yaml")
     done = run_task_process("rl_diffusion", config, env={"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"})
     assert done.returncode == 0, done.output
-    found = json.loads((done.output_dir / "environment.json").read_text())["row_probe"]
-    assert found["rows_independent_of_batch"] is False and found["layer"].endswith("(Linear)")
+    result = json.loads((done.output_dir / "environment.json").read_text())["row_probe"]
+    assert result["rows_independent_of_batch"] is False and result["layer"].endswith("(Linear)")
     assert "replay and rollout agree up to rounding on this machine" in (done.output_dir / "log.txt").read_text()
     assert done.metrics()[1]["ratio/replay_error"] < 3.1e-5

@@ -84,8 +84,8 @@ def test_an_export_draws_what_its_checkpoint_does(rl_run, tmp_path):
     sample(rl_run / "checkpoints" / "global_step_2", "--no-base", "--out", tmp_path / "checkpoint")
     exported, stored = rows_of(tmp_path / "export"), rows_of(tmp_path / "checkpoint")
     assert [row["prompt"] for row in exported] == [row["prompt"] for row in stored]
-    for one, other in zip(exported, stored, strict=True):
-        left = pixels(tmp_path / "export" / one["file"]).astype(int)
+    for entry, other in zip(exported, stored, strict=True):
+        left = pixels(tmp_path / "export" / entry["file"]).astype(int)
         right = pixels(tmp_path / "checkpoint" / other["file"]).astype(int)
         assert abs(left - right).max() <= 1  # the adapter's scale is folded into its weights
 
@@ -114,9 +114,9 @@ def test_prompts_of_the_command_line_and_of_a_file(rl_run, tmp_path):
     assert pixels(tmp_path / "typed" / rows[0]["file"]).shape == (32, 16, 3)
     (tmp_path / "prompts.txt").write_text('write "AB"\nb\n', encoding="utf-8")
     sample(rl_run, "--prompts", tmp_path / "prompts.txt", *settings, "--out", tmp_path / "filed")
-    for one, other in zip(rows, rows_of(tmp_path / "filed"), strict=True):
+    for row, other in zip(rows, rows_of(tmp_path / "filed"), strict=True):
         np.testing.assert_array_equal(
-            pixels(tmp_path / "typed" / one["file"]), pixels(tmp_path / "filed" / other["file"])
+            pixels(tmp_path / "typed" / row["file"]), pixels(tmp_path / "filed" / other["file"])
         )
 
 

@@ -237,13 +237,13 @@ def test_a_program_that_ignores_signals_and_leaves_children_is_ended_whole(tmp_p
 
 
 def processes():
-    found = []
-    for each in Path("/proc").iterdir():
+    results = []
+    for path in Path("/proc").iterdir():
         try:
-            found.append((each / "cmdline").read_text())
+            results.append((path / "cmdline").read_text())
         except OSError:
             continue
-    return " ".join(found)
+    return " ".join(results)
 
 
 def test_a_run_that_is_killed_takes_its_programs_along(sandbox):
@@ -288,17 +288,17 @@ def test_nothing_of_one_program_is_left_for_the_next(sandbox):
 
 
 def test_many_programs_at_the_same_time_keep_apart(sandbox):
-    found = {}
+    results = {}
 
     def run(number):
-        found[number] = sandbox.run_python(f"open('/tmp/own', 'w').write('{number}'); print(open('/tmp/own').read())")
+        results[number] = sandbox.run_python(f"open('/tmp/own', 'w').write('{number}'); print(open('/tmp/own').read())")
 
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
-    for each in threads:
-        each.start()
+    for thread in threads:
+        thread.start()
     for each in threads:
         each.join()
-    assert {number: int(each.stdout) for number, each in found.items()} == {number: number for number in range(8)}
+    assert {number: int(value.stdout) for number, value in results.items()} == {number: number for number in range(8)}
 
 
 def test_descriptors_do_not_run_out(sandbox):
@@ -333,8 +333,8 @@ print(sandbox.run_python("import os; print(os.getuid())").stdout.decode().strip(
 def system_python():
     """An interpreter that every user may run."""
     for name in ("python3.14", "python3.13", "python3.12", "python3.11"):
-        if found := shutil.which(name, path="/usr/bin:/usr/local/bin"):
-            return found
+        if result := shutil.which(name, path="/usr/bin:/usr/local/bin"):
+            return result
     return None
 
 

@@ -87,18 +87,20 @@ def train(state: TrainState) -> None:
 
 def contents(state: TrainState) -> dict[str, torch.Tensor]:
     names = dict(state.model.named_parameters())
-    found = {f"model/{name}": each for name, each in names.items()}
-    found |= {f"optimizer/{name}/exp_avg": state.optimizer.state[each]["exp_avg"] for name, each in names.items()}
-    found |= {f"optimizer/{name}/step": state.optimizer.state[each]["step"] for name, each in names.items()}
-    found |= {f"ema/{name}": each for name, each in state.ema.averages.items()}
-    return {name: each.detach().cpu().clone() for name, each in found.items()} | {"random/torch": torch.get_rng_state()}
+    results = {f"model/{name}": value for name, value in names.items()}
+    results |= {f"optimizer/{name}/exp_avg": state.optimizer.state[value]["exp_avg"] for name, value in names.items()}
+    results |= {f"optimizer/{name}/step": state.optimizer.state[value]["step"] for name, value in names.items()}
+    results |= {f"ema/{name}": average for name, average in state.ema.averages.items()}
+    return {name: value.detach().cpu().clone() for name, value in results.items()} | {
+        "random/torch": torch.get_rng_state()
+    }
 
 
 def assert_holds(folder: Path, expected: dict[str, torch.Tensor]) -> None:
     verify_checkpoint(folder)
-    found = StoredCheckpoint(folder).read_whole({name: name for name in expected})
-    for name, each in expected.items():
-        assert torch.equal(found[name], each), name
+    whole = StoredCheckpoint(folder).read_whole({name: name for name in expected})
+    for name, value in expected.items():
+        assert torch.equal(whole[name], value), name
 
 
 def test_training_goes_on_and_the_checkpoint_is_of_its_step(tmp_path, slow):

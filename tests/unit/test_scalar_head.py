@@ -66,9 +66,9 @@ def square_error(values, batch):
 def test_values_of_packed_rows_are_those_of_the_documents_alone(tmp_path, kind):
     packed, alone = build(describe(tmp_path, kind)), build(describe(tmp_path, kind) | {"attention": "eager"})
     given = samples()
-    (found,) = packed.values([batch(given)])
-    assert found.dtype == torch.float32 and found.shape == (1, sum(LENGTHS)) and found.std() > 0.1
-    for values, sample in zip(found[0].split(LENGTHS), given, strict=True):
+    (result,) = packed.values([batch(given)])
+    assert result.dtype == torch.float32 and result.shape == (1, sum(LENGTHS)) and result.std() > 0.1
+    for values, sample in zip(result[0].split(LENGTHS), given, strict=True):
         torch.testing.assert_close(values, alone.values([batch([sample])])[0][0], rtol=1e-6, atol=1e-6)
     total = packed.forward_backward([batch(given)], square_error)[0]
     each = alone.forward_backward([batch([sample]) for sample in given], square_error)
@@ -104,8 +104,8 @@ def test_a_head_may_begin_at_zero(tmp_path, init_device):
 
 def test_meta_gives_the_weights_of_the_cpu(tmp_path):
     one, other = build(describe(tmp_path)), build(describe(tmp_path), init_device="meta")
-    for name, each in one.module.state_dict().items():
-        assert torch.equal(each, other.module.state_dict()[name]), name
+    for name, weight in one.module.state_dict().items():
+        assert torch.equal(weight, other.module.state_dict()[name]), name
 
 
 @pytest.mark.parametrize("init_device", ["cpu", "meta"])
@@ -159,9 +159,9 @@ def test_the_probe_finds_values_that_are_not_those_of_documents_alone(tmp_path):
 def test_bf16_values_are_computed_in_float32(tmp_path):
     exact, half = build(describe(tmp_path)), build(describe(tmp_path), mixed_precision="bf16")
     given = [batch(samples())]
-    (found,), (expected,) = half.values(given), exact.values(given)
-    assert found.dtype == torch.float32 and len(found.unique()) == len(expected.unique())
-    assert 0 < float((found - expected).abs().max()) < 0.1
+    (actual,), (expected,) = half.values(given), exact.values(given)
+    assert actual.dtype == torch.float32 and len(actual.unique()) == len(expected.unique())
+    assert 0 < float((actual - expected).abs().max()) < 0.1
 
 
 @pytest.mark.parametrize(

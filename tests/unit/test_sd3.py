@@ -202,7 +202,7 @@ def test_lora_trains_only_adapters_and_exports_what_diffusers_loads(folder: Path
                 parameter.normal_(std=0.3, generator=torch.Generator().manual_seed(len(name)))
     latents, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3])
     model.predict_velocity(latents, sigma, model.encode_prompts(PROMPTS)).square().sum().backward()
-    silent = [name for name, each in trained.items() if each.grad is None or not each.grad.abs().sum() > 0]
+    silent = [name for name, value in trained.items() if value.grad is None or not value.grad.abs().sum() > 0]
     # the last block drops its text stream, so the query of that stream has no effect on the output
     assert all(name.startswith("transformer_blocks.1.attn.add_q_proj") for name in silent), silent
     changed = by_sfumato(model, 1.0)
@@ -226,7 +226,7 @@ def test_the_reference_of_full_fine_tuning_stays_as_it_was(folder: Path) -> None
     assert np.abs(by_sfumato(model, 1.0).astype(int) - base.astype(int)).max() > 1
     with policies.active("reference") as frozen:
         assert_same_images(base, by_sfumato(frozen, 1.0))
-    assert not any(each.requires_grad for each in policies.frozen_weights.parameters())
+    assert not any(parameter.requires_grad for parameter in policies.frozen_weights.parameters())
 
 
 def test_encoders_that_are_freed_are_nowhere_kept(folder: Path) -> None:
@@ -246,7 +246,7 @@ def test_encoders_that_are_freed_are_nowhere_kept(folder: Path) -> None:
 def test_export_holds_the_averaged_weights(folder: Path, tmp_path: Path) -> None:
     model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS))
     ema = Ema(model.denoiser, 0.9)
-    average = {name: each.clone() for name, each in ema.averages.items()}
+    average = {name: average.clone() for name, average in ema.averages.items()}
     with torch.no_grad():
         model.denoiser.proj_out.bias.add_(1.0)
     export_model(model, ema, tmp_path / "hf_ckpt", ALONE)
@@ -261,10 +261,12 @@ def test_frozen_parts_take_the_configured_dtype(folder: Path) -> None:
         ModelConfig(model_path=str(folder), max_sequence_length=TOKENS, dtype="bf16", lora=lora)
     )
     assert model.pipeline.text_encoder.dtype == model.pipeline.vae.dtype == torch.bfloat16
-    kinds = {("lora_" in name, each.dtype) for name, each in model.denoiser.named_parameters()}
+    kinds = {("lora_" in name, parameter.dtype) for name, parameter in model.denoiser.named_parameters()}
     assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
     full = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=TOKENS, dtype="bf16"))
-    assert all(each.dtype == torch.float32 for each in full.denoiser.parameters()), "trained weights stay float32"
+    assert all(parameter.dtype == torch.float32 for parameter in full.denoiser.parameters()), (
+        "trained weights stay float32"
+    )
     assert by_sfumato(model, 1.0).dtype == np.uint8
 
 

@@ -35,25 +35,25 @@ def sequences() -> list[TokenSequence]:
 
 
 def rollout(own: list[list[TokenSequence]] | None = None) -> TextRollout:
-    own = [[each] for each in sequences()] if own is None else own
+    own = [[sequence] for sequence in sequences()] if own is None else own
     requests = [SampleRequest(number, 0, 0) for number in range(len(own))]
     return TextRollout(requests=requests, versions=[0] * len(own), sequences=own)
 
 
 def scored(kind: str, shares: bool, drawn: TextRollout) -> tuple[LanguageModel, torch.Tensor, torch.Tensor, int]:
     """Log-probs and entropies of the decisions, after a backward pass; and the tokens of the row."""
-    found, seen = model(kind, register_packed_attention(), RowLayout("packed")), []
-    found.shares_prompts = shares
+    result, seen = model(kind, register_packed_attention(), RowLayout("packed")), []
+    result.shares_prompts = shares
     weights = torch.linspace(-1.0, 2.0, sum(drawn.num_rows))
-    batch = pack_samples(drawn, found)
+    batch = pack_samples(drawn, result)
     batch = replace(batch, loss_weights=batch.scatter_to_labels(weights))
 
     def loss(scores, batch):
         seen.extend(scores.log_probs_and_entropy(batch.labels, 0.7))
         return (seen[0] * batch.loss_weights).sum()
 
-    found.forward_backward([batch], loss)
-    return found, *(values[batch.loss_mask] for values in seen), sum(batch.document_lengths)
+    result.forward_backward([batch], loss)
+    return result, *(values[batch.loss_mask] for values in seen), sum(batch.document_lengths)
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt_oss"])  # plain; soft caps; sinks
@@ -62,9 +62,9 @@ def test_shared_prompts_give_the_log_probs_and_gradients_of_whole_documents(kind
     config.sliding_window = None if kind == "qwen3" else 64
     monkeypatch.setattr(test_document_rows, "tiny_config", lambda _kind: config)
     whole, log_probs, entropies, tokens = scored(kind, False, rollout())
-    shared, found, found_entropies, fewer = scored(kind, True, rollout())
+    shared, actual, found_entropies, fewer = scored(kind, True, rollout())
     assert tokens == sum(GIVEN) + sum(DRAWN) and fewer == 11 + (5 + 1 + 5) + 3 + (1 + 4) + 7 + (9 + 2) + 2
-    torch.testing.assert_close(found, log_probs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(actual, log_probs, rtol=0, atol=1e-5)
     torch.testing.assert_close(found_entropies, entropies, rtol=0, atol=1e-5)
     expected = gradients(whole.module)
     for name, gradient in gradients(shared.module).items():
@@ -83,8 +83,8 @@ def test_samples_of_several_sequences_and_without_decisions_stay_in_order() -> N
     nothing = single_turn(one.token_ids[:11], [], [], [], "abort")
     own = [[one, five], [nothing], [two], []]
     _, expected, *_ = scored("qwen3", False, rollout(own))
-    shared, found, *_ = scored("qwen3", True, rollout(own))
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    shared, actual, *_ = scored("qwen3", True, rollout(own))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     batch = pack_samples(rollout(own), shared)
     assert batch.sample_index[batch.loss_mask].tolist() == [0] * (5 + 2) + [2]
     assert batch.decision_index[batch.loss_mask].tolist() == list(range(5 + 2 + 1))

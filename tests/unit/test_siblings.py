@@ -24,8 +24,8 @@ def functions(task: str) -> dict[str, str]:
     text = (ROOT / "tasks" / f"{task}.py").read_text(encoding="utf-8")
     text = re.sub(r"\b(Trajectory|Forward)RLConfig\b", "Config", text.replace(f'"{task}"', '"TASK"'))
     lines = text.splitlines(keepends=True)
-    found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
-    return {each.name: "".join(lines[each.lineno - 1 : each.end_lineno]) for each in found}
+    results = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
+    return {each.name: "".join(lines[each.lineno - 1 : each.end_lineno]) for each in results}
 
 
 def in_one_line(text: str) -> str:
@@ -45,7 +45,7 @@ def test_what_the_rl_tasks_share_is_equal(siblings, name: str) -> None:
 
 
 def test_the_loops_differ_in_the_probe_of_what_is_replayed(siblings) -> None:
-    loop, other = (each["train"] for each in siblings)
+    loop, other = (sibling["train"] for sibling in siblings)
     for line in REPLAY:
         assert line in loop
         loop = loop.replace(line, "")
@@ -53,8 +53,8 @@ def test_the_loops_differ_in_the_probe_of_what_is_replayed(siblings) -> None:
 
 
 def test_an_update_ends_alike_whatever_its_loss(siblings) -> None:
-    endings = [each["update_policy"].split("            loss = micro.mean(losses)\n")[1] for each in siblings]
-    steps = [each.split("    actor.end_update(step + 1)\n") for each in endings]
+    endings = [sibling["update_policy"].split("            loss = micro.mean(losses)\n")[1] for sibling in siblings]
+    steps = [ending.split("    actor.end_update(step + 1)\n") for ending in endings]
     own = "        replay.check()  # before anything has been updated\n"
     assert (
         own in steps[0][0]

@@ -34,7 +34,7 @@ def run_of(watched: np.ndarray, held_out: np.ndarray | None = None, noise: float
 
 
 def names(metrics: Series) -> list[str]:
-    return [each.metric for each in signs_of_hacking(metrics)]
+    return [sign.metric for sign in signs_of_hacking(metrics)]
 
 
 RISE_AND_FALL = np.concatenate([np.linspace(0.3, 0.5, 8), np.linspace(0.5, 0.3, 12)])
@@ -81,8 +81,8 @@ def test_noise_alone_is_hardly_ever_a_sign() -> None:
 
 def test_change_has_the_standard_error_of_its_noise() -> None:
     rng = np.random.default_rng(0)
-    found = [change(0.1 * np.arange(12) + rng.normal(size=12)) for _ in range(2000)]
-    changes, errors = np.array(found).T
+    results = [change(0.1 * np.arange(12) + rng.normal(size=12)) for _ in range(2000)]
+    changes, errors = np.array(results).T
     assert changes.mean() == pytest.approx(0.8, abs=0.05), "between the means of the first and the last four"
     assert np.sqrt(np.square(errors).mean()) == pytest.approx(changes.std(), rel=0.05)
 
@@ -102,7 +102,7 @@ def test_velocities_that_grow_and_samples_that_look_alike() -> None:
 def write_metrics(folder: Path, metrics: Series) -> None:
     steps = sorted({step for points in metrics.values() for step in points})
     lines = [{"step": step} | {n: p[step] for n, p in metrics.items() if step in p} for step in steps]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def test_the_report_shows_signs_with_their_curves(tmp_path: Path) -> None:

@@ -71,24 +71,24 @@ def samples_of(transform, rows):
 
 def inputs_of(model, row):
     """What transformers' processor makes of a conversation by itself."""
-    reader, found, messages = model.vision.reader, {"image": [], "audio": [], "video": []}, []
+    reader, results, messages = model.vision.reader, {"image": [], "audio": [], "video": []}, []
     for message in row["messages"]:
         parts = message["content"]
         parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
         for part in parts:
             if part["type"] != "text":
-                found[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
-        shown = [{key: part[key] for key in part if key not in found} for part in parts]
+                results[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
+        shown = [{key: part[key] for key in part if key not in results} for part in parts]
         messages.append({"role": message["role"], "content": shown})
     text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    images = [read_image(content, "a test") for content in found["image"]] or None
-    audio = [read_sound(content, 16000, 30, "a test").samples for content in found["audio"]] or None
-    given, clips = {}, [reader.processor.video_processor.read(content, "a test") for content in found["video"]]
+    images = [read_image(content, "a test") for content in results["image"]] or None
+    audio = [read_sound(content, 16000, 30, "a test").samples for content in results["audio"]] or None
+    given, clips = {}, [reader.processor.video_processor.read(content, "a test") for content in results["video"]]
     if clips:
-        given = {"videos": [one.frames for one in clips], "video_metadata": [one.metadata for one in clips]}
+        given = {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
     inputs = reader.processor(text=[text], images=images, audio=audio, return_tensors="pt", **given)
     if clips:
-        inputs["video_second_per_grid"] = torch.tensor([2 / one.metadata.sampled_fps for one in clips])
+        inputs["video_second_per_grid"] = torch.tensor([2 / clip.metadata.sampled_fps for clip in clips])
     return inputs
 
 
@@ -112,9 +112,9 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
     set_attention(plain, "eager")
 
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
+    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
-    for row, sample, log_probs in zip(given, samples, found, strict=True):
+    for row, sample, log_probs in zip(given, samples, actual, strict=True):
         inputs, document = inputs_of(model, row), sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
         logits = plain(**inputs, use_cache=False).logits[0]
@@ -124,8 +124,12 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
         expected = expected - alone.sum()
     expected.backward()
     assert total == pytest.approx(expected.item(), rel=1e-6)
-    theirs = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
-    ours = {name: each.grad for name, each in trainable_parameters(model.trained).items() if each.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    ours = {
+        name: parameter.grad
+        for name, parameter in trainable_parameters(model.trained).items()
+        if parameter.grad is not None
+    }
     assert ours.keys() == theirs.keys() and any("audio_tower" in name for name in ours)
     for name, gradient in theirs.items():
         assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
@@ -143,7 +147,10 @@ def test_a_batch_without_audio_computes_its_encoder_with_gradients_of_zero(tmp_p
 
 @pytest.mark.parametrize(
     ("kind", "seconds", "frames"),
-    [(KIND, 0.2, 20), *(pytest.param(QWEN3, each, round(100 * each), marks=pytest.mark.slow) for each in (1.0, 3.0))],
+    [
+        (KIND, 0.2, 20),
+        *(pytest.param(QWEN3, value, round(100 * value), marks=pytest.mark.slow) for value in (1.0, 3.0)),
+    ],
 )
 def test_operations_of_audio_are_those_that_torch_counts(tmp_path, kind, seconds, frames):
     model, transform = build(tmp_path, kind)
@@ -255,7 +262,7 @@ def test_the_thinker_of_a_whole_omni_model_is_trained_and_exported_alone(tmp_pat
     whole.save_pretrained(folder)
     speaks = {"talker.lm_head.weight": torch.ones(4, 4), "token2wav.a": torch.ones(4), "code2wav.a": torch.ones(4)}
     stored = load_file(folder / "model.safetensors") | {
-        each: tensor for each, tensor in speaks.items() if not each.startswith("token2wav" if kind == QWEN3 else "code")
+        text: tensor for text, tensor in speaks.items() if not text.startswith("token2wav" if kind == QWEN3 else "code")
     }
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     model.tokenizer.save_pretrained(folder)
@@ -265,7 +272,7 @@ def test_the_thinker_of_a_whole_omni_model_is_trained_and_exported_alone(tmp_pat
     exported = run_task_here("train_text", config) / "hf_ckpt"
     cls = getattr(transformers, f"{name}ThinkerForConditionalGeneration")
     again, info = cls.from_pretrained(exported, output_loading_info=True)
-    assert not any(info[each] for each in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     trained = again.state_dict()
     for each, weight in whole.thinker.state_dict().items():
         torch.testing.assert_close(trained[each], weight, rtol=0, atol=1e-7)

@@ -249,8 +249,8 @@ def test_an_auxiliary_loss_that_a_task_does_not_add_is_refused(tmp_path: Path, t
         config["reward"] = {"objective": "bradley_terry"}
     with pytest.raises(ConfigError, match=r"weight of 0\.02 asks for .* set output_router_logits to false"):
         run_task_here(task, config)
-    found = check_config(write_config(config, tmp_path / "c.yaml"), task=task)
-    assert any("auxiliary loss" in problem for problem in found.problems)
+    result = check_config(write_config(config, tmp_path / "c.yaml"), task=task)
+    assert any("auxiliary loss" in problem for problem in result.problems)
 
 
 def test_a_class_without_an_auxiliary_loss_is_trained_and_that_is_said(tmp_path: Path, capsys: Any) -> None:

@@ -93,14 +93,14 @@ def train(state: TrainState, num_steps: int) -> list[float]:
 
 def everything(state: TrainState) -> dict[str, torch.Tensor]:
     """All tensors of a state, the optimizer's included."""
-    found = {f"model/{name}": each for name, each in state.model.named_parameters()}
+    results = {f"model/{name}": parameter for name, parameter in state.model.named_parameters()}
     for index, (_, entries) in enumerate(sorted(state.optimizer.state_dict()["state"].items())):
-        found |= {f"optimizer/{index}/{key}": value for key, value in entries.items()}
+        results |= {f"optimizer/{index}/{key}": value for key, value in entries.items()}
     if state.ema is not None:
-        found |= {f"ema/{name}": each for name, each in state.ema.averages.items()}
+        results |= {f"ema/{name}": average for name, average in state.ema.averages.items()}
     if state.reference is not None:
-        found |= {f"reference/{name}": each for name, each in state.reference.named_parameters()}
-    return {name: each.detach().clone() for name, each in found.items()}
+        results |= {f"reference/{name}": parameter for name, parameter in state.reference.named_parameters()}
+    return {name: value.detach().clone() for name, value in results.items()}
 
 
 def assert_identical(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
@@ -182,14 +182,14 @@ def test_torch_reads_it_and_reads_only_what_is_trained(tmp_path):
     state.loader = Position(position=12, sources=["a", "b"], part=0.5)
     train(state, 2)
     folder = save_state(state, tmp_path)
-    assert {each.name for each in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
-    found = tensors_in(folder)
+    assert {path.name for path in folder.iterdir()} == {".metadata", "__0_0.distcp", "state.json", "manifest.json"}
+    result = tensors_in(folder)
     trained = {"0.weight", "3.weight", "3.bias"}
-    assert {key.removeprefix("model/") for key in found if key.startswith("model/")} == trained
-    assert {key.split("/")[1] for key in found if key.startswith("optimizer/")} == trained
-    assert torch.equal(found["model/3.weight"], state.model[3].weight)
-    assert torch.equal(found["optimizer/3.bias/exp_avg"], state.optimizer.state[state.model[3].bias]["exp_avg"])
-    assert torch.equal(found["ema/0.weight"], state.ema.averages["0.weight"])
+    assert {key.removeprefix("model/") for key in result if key.startswith("model/")} == trained
+    assert {key.split("/")[1] for key in result if key.startswith("optimizer/")} == trained
+    assert torch.equal(result["model/3.weight"], state.model[3].weight)
+    assert torch.equal(result["optimizer/3.bias/exp_avg"], state.optimizer.state[state.model[3].bias]["exp_avg"])
+    assert torch.equal(result["ema/0.weight"], state.ema.averages["0.weight"])
     values = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     assert (values["step"], values["model"], values["data"]) == (2, "Sequential", state.loader.values)
     loaded = make(seed=3)
@@ -215,10 +215,10 @@ def test_fields_of_any_kind_of_optimiser_state(tmp_path):
     load_state(loaded, folder)
     fields = loaded.optimizer.state[loaded.model[0].weight]
     assert isinstance(fields.pop("step"), int)
-    assert_identical(fields, {key: each for key, each in state.optimizer.state[weight].items() if key != "step"})
-    found, saved = (each.optimizer.state[each.model[3].bias]["exp_avg"] for each in (loaded, state))
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(found.view(torch.int16), saved.view(torch.int16))
+    assert_identical(fields, {key: value for key, value in state.optimizer.state[weight].items() if key != "step"})
+    result, saved = (each.optimizer.state[each.model[3].bias]["exp_avg"] for each in (loaded, state))
+    assert result.dtype == torch.bfloat16
+    assert torch.equal(result.view(torch.int16), saved.view(torch.int16))
 
 
 def test_a_parameter_without_gradient_so_far_has_no_state(tmp_path):
@@ -233,7 +233,7 @@ def test_a_parameter_without_gradient_so_far_has_no_state(tmp_path):
 
 def edit(folder: Path, **changes: torch.Tensor | None) -> None:
     """Writes a checkpoint again by torch's own saver, with tensors added, changed, or (None) left out."""
-    tensors = {name: each for name, each in (tensors_in(folder) | changes).items() if each is not None}
+    tensors = {name: change for name, change in (tensors_in(folder) | changes).items() if change is not None}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is overwritten
         dcp.save(tensors, checkpoint_id=folder, no_dist=True)
@@ -349,11 +349,11 @@ def test_boxes_make_up_every_range_of_a_flattened_tensor(shape):
         for stop in range(start, whole.numel() + 1):
             boxes = list(chunks_of_range(shape, start, stop))
             assert len(boxes) <= max(2 * len(shape) - 1, 1)
-            found = [
+            results = [
                 whole[tuple(slice(offset, offset + size) for offset, size in zip(*box, strict=True))].flatten()
                 for box in boxes
             ]
-            assert torch.cat([*found, whole.flatten()[:0]]).tolist() == list(range(start, stop))
+            assert torch.cat([*results, whole.flatten()[:0]]).tolist() == list(range(start, stop))
 
 
 def test_rates_and_betas_come_from_the_configuration_of_the_resumed_run(tmp_path):

@@ -60,8 +60,8 @@ def images_of(model: DiffusionModel, cache: StepCache | None = None) -> np.ndarr
 def traces(model: DiffusionModel) -> list[str]:
     return [
         name
-        for name, each in model.denoiser.named_modules()
-        if "_diffusers_hook" in vars(each) or "forward" in vars(each) or each._forward_hooks
+        for name, module in model.denoiser.named_modules()
+        if "_diffusers_hook" in vars(module) or "forward" in vars(module) or module._forward_hooks
     ]
 
 
@@ -71,10 +71,10 @@ def test_steps_are_left_out_and_no_trace_remains(family: str, tmp_path: Path) ->
     exact = images_of(model)
     cache = StepCache(model, ALWAYS, STEPS)
     cached = images_of(model, cache)
-    found = cache.metrics()
-    assert found["eval/cached_steps"] == pytest.approx(LEFT_OUT)
+    result = cache.metrics()
+    assert result["eval/cached_steps"] == pytest.approx(LEFT_OUT)
     assert not np.array_equal(exact, cached), "the blocks were left out"
-    assert found["eval/cache_error"] == pytest.approx(np.abs(exact[0].astype(float) - cached[0]).mean() / 255)
+    assert result["eval/cache_error"] == pytest.approx(np.abs(exact[0].astype(float) - cached[0]).mean() / 255)
     assert traces(model) == []
     assert np.array_equal(images_of(model), exact)
 
@@ -88,12 +88,12 @@ def test_a_threshold_that_nothing_meets_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_error_grows_with_the_threshold(tmp_path: Path) -> None:
     model = build(tmp_path, *FAMILIES["sd3"])
-    found = []
+    results = []
     for threshold in (NEVER, 0.02, ALWAYS):
         cache = StepCache(model, threshold, STEPS)
         images_of(model, cache)
-        found.append(cache.metrics())
-    shares, errors = ([each[name] for each in found] for name in ("eval/cached_steps", "eval/cache_error"))
+        results.append(cache.metrics())
+    shares, errors = ([each[name] for each in results] for name in ("eval/cached_steps", "eval/cache_error"))
     assert shares == sorted(shares) and 0 < shares[1] <= shares[2]
     assert errors == sorted(errors) and errors[2] > errors[0]
 
@@ -103,12 +103,12 @@ def test_adapters_and_recomputed_blocks_are_as_before(tmp_path: Path) -> None:
     train = TrainConfig(output_dir=str(tmp_path), activation_checkpointing="full")
     model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
     exact, before = images_of(model), traces(model)
-    forwards = [vars(each).get("forward") for each in model.denoiser.modules()]
+    forwards = [vars(module).get("forward") for module in model.denoiser.modules()]
     cache = StepCache(model, ALWAYS, STEPS)
     images_of(model, cache)
     assert cache.metrics()["eval/cached_steps"] == pytest.approx(LEFT_OUT)
     assert traces(model) == before
-    assert [vars(each).get("forward") for each in model.denoiser.modules()] == forwards
+    assert [vars(module).get("forward") for module in model.denoiser.modules()] == forwards
     assert np.array_equal(images_of(model), exact)
 
 

@@ -13,21 +13,21 @@ from sfumato.tracking.step_sums import SourceLosses
 
 def rows() -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
     """Two micro-batches of two sources, the last token of each outside the loss mask."""
-    found = []
+    results = []
     for shift in (0.0, 10.0):
         losses = torch.tensor([[1.0, 2.0, 4.0, 0.0]]) + shift
         labels = torch.tensor([[5, 6, 7, IGNORED]])
         sources = torch.tensor([[0, 1, 1, 0]])
-        found.append((losses, sources, labels != IGNORED))
-    return found
+        results.append((losses, sources, labels != IGNORED))
+    return results
 
 
 def test_means_of_two_sources_are_over_their_tokens_in_all_micro_batches():
     sums = SourceLosses(["a", "b"])
     for losses, sources, loss_mask in rows():
         sums.add(losses, sources, loss_mask)
-    found = sums.means(Mesh(Layout(), torch.device("cpu")))
-    assert found == {"tokens/a": 2, "loss/a": (1 + 11) / 2, "tokens/b": 4, "loss/b": (2 + 4 + 12 + 14) / 4}
+    result = sums.means(Mesh(Layout(), torch.device("cpu")))
+    assert result == {"tokens/a": 2, "loss/a": (1 + 11) / 2, "tokens/b": 4, "loss/b": (2 + 4 + 12 + 14) / 4}
 
 
 def test_a_loss_of_nan_outside_the_mask_does_not_count():

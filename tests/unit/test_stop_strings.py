@@ -67,7 +67,7 @@ def test_few_tokens_are_looked_at():
 def drawn_text_stop(module, requests):
     """A text of two letters that some of the completions hold, and what is drawn without it."""
     free = complete(EmbeddedEngine(module), requests, Sampling())
-    texts = [decode(one.token_ids) for one in free]
+    texts = [decode(sequence.token_ids) for sequence in free]
     stop = next(text[5:7] for text in texts if "\ufffd" not in text[5:7])
     return (stop,), free
 
@@ -75,13 +75,13 @@ def drawn_text_stop(module, requests):
 def test_the_embedded_engine_ends_with_the_token_that_completes_a_text():
     module, requests = make_module(), make_requests()
     stop, free = drawn_text_stop(module, requests)
-    found = complete(EmbeddedEngine(module, decode=decode), requests, Sampling(stop=stop))
+    result = complete(EmbeddedEngine(module, decode=decode), requests, Sampling(stop=stop))
     num_stopped = 0
-    for one, other in zip(found, free, strict=True):
+    for output, other in zip(result, free, strict=True):
         place = first_end(BYTES, other.token_ids, stop)
         length = len(other.token_ids) if place is None else place + 1
-        assert one.token_ids == other.token_ids[:length] and one.log_probs == other.log_probs[:length]
-        assert one.finish_reason == ("length" if place is None else "stop")
+        assert output.token_ids == other.token_ids[:length] and output.log_probs == other.log_probs[:length]
+        assert output.finish_reason == ("length" if place is None else "stop")
         num_stopped += place is not None
     assert num_stopped
 
@@ -99,8 +99,8 @@ def test_a_text_that_an_interruption_cuts_in_two_is_found():
             request, prompt_ids=[*request.prompt_ids, *before], first_position=place,
             max_new_tokens=request.max_new_tokens - place,
         )  # fmt: skip
-        (found,) = complete(engine, [rest], Sampling(stop=stop))
-        assert found.token_ids == [whole.token_ids[place]] and found.finish_reason == "stop"
+        (result,) = complete(engine, [rest], Sampling(stop=stop))
+        assert result.token_ids == [whole.token_ids[place]] and result.finish_reason == "stop"
         tried += 1
     assert tried
 
@@ -111,13 +111,15 @@ def test_rows_with_other_texts_share_a_batch():
     engine = EmbeddedEngine(module, decode=decode)
 
     async def both():
-        draws = [engine.generate(each, Sampling(stop=stop if row % 2 else ())) for row, each in enumerate(requests)]
+        draws = [
+            engine.generate(request, Sampling(stop=stop if row % 2 else ())) for row, request in enumerate(requests)
+        ]
         return await asyncio.gather(*draws)
 
-    found = asyncio.run(both())
-    for row, (one, other) in enumerate(zip(found, free, strict=True)):
+    result = asyncio.run(both())
+    for row, (sequence, other) in enumerate(zip(result, free, strict=True)):
         place = first_end(BYTES, other.token_ids, stop) if row % 2 else None
-        assert one.token_ids == other.token_ids[: None if place is None else place + 1]
+        assert sequence.token_ids == other.token_ids[: None if place is None else place + 1]
 
 
 def test_an_engine_without_a_tokenizer_refuses_texts():
@@ -224,12 +226,12 @@ def test_a_run_draws_up_to_a_text(tmp_path):
     config["rollout"]["dump"] = True
     run = run_task_here("rl_text", config)
     dump = read_dump(next((run / "rollouts").rglob("*rank0*")))
-    sequences = [each for own in dump.rollout.sequences for each in own]
-    assert any(each.finish_reason == "stop" for each in sequences)
-    for each in sequences:
-        text = decode(each.token_ids[each.drawn])
+    sequences = [each for sequence in dump.rollout.sequences for each in sequence]
+    assert any(sequence.finish_reason == "stop" for sequence in sequences)
+    for sequence in sequences:
+        text = decode(sequence.token_ids[sequence.drawn])
         assert not any(letter in text[:-1] for letter in "ae")
-        assert np.isfinite(each.log_probs[each.drawn]).all()
+        assert np.isfinite(sequence.log_probs[sequence.drawn]).all()
 
 
 def test_answers_of_the_evaluation_end_at_a_text(tmp_path):

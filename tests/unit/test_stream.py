@@ -44,9 +44,9 @@ def requests_of(step: int, rank: int, num_data_ranks: int) -> list[Request]:
 
 def generate(log: Log, requests: list[Request], iteration: int, version: int) -> tuple:
     log.events.append(f"generate {10 * iteration + requests[0].sample_id}")
-    return ("kept", iteration, version, [each.sample_id for each in requests]), (
+    return ("kept", iteration, version, [request.sample_id for request in requests]), (
         iteration,
-        [each.sample_id for each in requests],
+        [request.sample_id for request in requests],
     )
 
 
@@ -79,7 +79,7 @@ def first(stream: RolloutStream) -> StreamBatch:
 
 
 def kept_of(batch: StreamBatch) -> list[tuple]:
-    return [each.fetch() for each in batch.rank_batches[0].rollouts]
+    return [rollout.fetch() for rollout in batch.rank_batches[0].rollouts]
 
 
 @pytest.mark.parametrize("with_reward", [True, False])
@@ -155,7 +155,7 @@ def test_several_threads_score_at_the_same_time_and_results_keep_their_order() -
 
     log = Log()
     assert first(make(log, score=meet, threads=3)).scores.total.tolist() == [100, 101, 102, 103, 104, 105]
-    assert [each for each in log.events if each.startswith("score")] == ["score 4", "score 2", "score 0"]
+    assert [event for event in log.events if event.startswith("score")] == ["score 4", "score 2", "score 0"]
 
 
 @pytest.mark.parametrize("error", [ValueError("a row without target"), TimeoutError("engine")])
@@ -228,8 +228,8 @@ def test_which_version_makes_an_iteration(staleness: int, start: int, made_by: l
         assert batch.staleness(step)["staleness/max"] <= staleness
         stream.publish(version=step + 1)
     assert seen == made_by
-    used = [f"transfer {each}" for each in dict.fromkeys(made_by)]
-    assert [each for each in weights.events if each in used] == used, "each is sent once, in order"
+    used = [f"transfer {fromkey}" for fromkey in dict.fromkeys(made_by)]
+    assert [event for event in weights.events if event in used] == used, "each is sent once, in order"
     assert "transfer 4" not in weights.events, "nothing is made by the last weights"
 
 
@@ -296,16 +296,16 @@ class QueuedRole(LocalRole):
     def map_remote(
         self, function: Callable[..., Any], parts: list, *args: Any, num_values: int = 1, kind: str = "other"
     ) -> list:
-        found = [tuple(SlowHandle(None, nbytes=self.size) for _ in range(2 if part else 0)) for part in parts]
+        results = [tuple(SlowHandle(None, nbytes=self.size) for _ in range(2 if part else 0)) for part in parts]
 
         def work() -> None:
-            for part, handles in zip(parts, found, strict=True):
+            for part, handles in zip(parts, results, strict=True):
                 for handle, value in zip(handles, function(self.state, part, *args) if part else (), strict=True):
                     handle.value, handle.is_done = value, True
 
-        work.handles = [each for some in found for each in some]
+        work.handles = [each for some in results for each in some]
         self.queue.append(work)
-        return found
+        return results
 
     def lose(self) -> None:
         for each in self.queue:
@@ -488,7 +488,7 @@ def test_samples_that_are_lost_with_their_machine_are_drawn_again(
         stream.publish(version=step + 1)
     assert sampler.restarts <= int(and_its_process), "a sampler that lives is not replaced"
     if staleness <= 1:
-        scored = [each for each in stream.roles.scorer.state.events if each.startswith("score")]
+        scored = [event for event in stream.roles.scorer.state.events if event.startswith("score")]
         assert len(scored) == len(set(scored)) == 12
     assert lost or lost_at != 2, "the first micro-batch had been drawn"
     assert not lost or weights.events.count("reconnect") >= 1
@@ -566,10 +566,12 @@ def test_what_roles_did_is_noted_with_its_step_and_the_kind_of_the_work() -> Non
     actor.call(lambda state: None)
     scorer.close()
     events = record.take()
-    done = [(each.role, each.kind, each.step, each.version) for each in sorted(events, key=lambda each: each.kind)]
+    done = [
+        (event.role, event.kind, event.step, event.version) for event in sorted(events, key=lambda event: event.kind)
+    ]
     assert done[:3] == [("actor", "generate", 1, 0)] * 3 and done[4:7] == [("scorer", "score", 1, 0)] * 3
     assert [each[1] for each in done] == ["generate"] * 3 + ["other"] + ["score"] * 3 + ["update"]
-    assert all(each.end >= each.start for each in events)
+    assert all(event.end >= event.start for event in events)
 
 
 def test_finished_work_is_saved_when_rewards_fail_but_not_by_an_actor_that_is_lost() -> None:

@@ -38,14 +38,14 @@ def until_enough(iteration: int, scored: Sequence[ScoredGroup], num_requested: i
 
 def drawn_by(stream: RolloutStream) -> list[tuple]:
     """What each iteration holds."""
-    found = []
+    results = []
     for step, batch in stream.steps():
         assert batch.scores.total.tolist() == [100.0 + number for number in range(len(batch.group_ids))]
         assert sorted(batch.rank_batches[0].sample_ids) == list(range(len(batch.group_ids)))
         assert sorted(sample for unit in kept_of(batch) for sample in unit[3]) == list(range(len(batch.group_ids)))
-        found.append((step, batch.group_ids, batch.versions, batch.rank_batches[0].sample_ids))
+        results.append((step, batch.group_ids, batch.versions, batch.rank_batches[0].sample_ids))
         stream.publish(version=step + 1)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
@@ -61,10 +61,10 @@ def test_more_groups_are_drawn_while_an_iteration_is_under_way(staleness: int, s
     more = partial(until_enough, shown=shown)
     stream, _, log = apart(max_staleness=staleness, micro_batch_size=1, more_groups=more, max_pending=4)
     stream.score = score_some_time
-    found = drawn_by(stream)
+    result = drawn_by(stream)
     groups = [group for group in range(6) for _ in range(2)]
-    assert [(each[0], each[1]) for each in found] == [(step, groups) for step in range(3)]
-    assert [each[2] for each in found] == [[max(step - staleness, 0)] * 12 for step in range(3)]
+    assert [(each[0], each[1]) for each in result] == [(step, groups) for step in range(3)]
+    assert [each[2] for each in result] == [[max(step - staleness, 0)] * 12 for step in range(3)]
     assert [event for event in log.events if event.startswith("generate")] == [
         f"generate {10 * step + sample}" for step in range(3) for sample in range(0, 12, 2)
     ], "each group by itself, in order"
@@ -107,8 +107,8 @@ def test_what_is_asked_for_survives_a_lost_sampler_with_two_ranks(lost_at: int) 
 
     undisturbed, shown, _ = collected(None)
     assert [len(groups) for _, groups, _, _ in undisturbed] == [12, 12, 12]
-    found, shown_again, restarts = collected(lost_at)
-    assert (found, shown_again) == (undisturbed, shown) and restarts <= 1
+    result, shown_again, restarts = collected(lost_at)
+    assert (result, shown_again) == (undisturbed, shown) and restarts <= 1
     assert restarts == 1 or lost_at > 0
 
 
@@ -122,7 +122,7 @@ def test_the_sampler_draws_in_its_turn_only(staleness: int) -> None:
         assert turns[0] == "actor rests" and turns[-1] == "sampler rests", "it has left before anybody learns"
         drawn = {int(event.split()[1]) // 10 for event in turns if event.startswith("generate")}
         first = step + staleness * (step > 0)
-        assert drawn == {each for each in range(first, step + staleness + 1) if each < 4}
+        assert drawn == {index for index in range(first, step + staleness + 1) if index < 4}
         assert turns.count("sampler rests") == turns.count("actor rests") == 1
         turns.clear()
         sent = list(weights.events)

@@ -301,9 +301,9 @@ def test_prompts_with_the_same_id_seed_and_beginning_are_told_apart(client, runs
         save_samples(folder, step, [replace(eval_records(step)[0], prompt=prompt)])
     pause()
     prompts = read(client, "/api/gallery", run="changed")["prompts"]
-    alike = [each for each in prompts if (each["id"], each["seed"]) == (0, 7)]
-    assert len(alike) == 3 and len({each["prompt"] for each in alike}) == 2
-    assert len({each["prompt_key"] for each in alike}) == 3
+    alike = [prompt for prompt in prompts if (prompt["id"], prompt["seed"]) == (0, 7)]
+    assert len(alike) == 3 and len({entry["prompt"] for entry in alike}) == 2
+    assert len({entry["prompt_key"] for entry in alike}) == 3
     for prompt, steps in ((PROMPTS[0], [1]), (first, [2, 4]), (second, [6])):
         key = key_of_prompt(prompt)
         film = read(client, "/api/frames", run="changed", id=0, seed=7, prompt_key=key)

@@ -47,7 +47,7 @@ def shown(row):
     text = " ".join([row["text"], row["prompt"], *(message["content"] for message in row["messages"])])
     words = re.findall(r"letters of (\w+)|(\w+) reversed|(\w+) sorted", text)
     sums = re.findall(r"Add (\d+) and (\d+)|(\d+) plus (\d+)|Multiply (\d+) by (\d+)|(\d+) times (\d+)", text)
-    return {tuple(sorted(filter(None, each))) for each in words + sums}
+    return {tuple(sorted(filter(None, word))) for word in words + sums}
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -71,7 +71,7 @@ def test_every_column_of_a_row(kind, held_out):
             "multiply": "{} times {} is {}.",
         }[kind]
         assert row["text"] == said.format(*operands, answer)
-        assert all(2 <= len(each) <= 5 for each in operands)
+        assert all(2 <= len(operand) <= 5 for operand in operands)
         assert is_correct(row["prompt"], answer) and is_correct(row["prompt"], f" {answer}\n")
         assert row["rejected"] != answer and not is_correct(row["prompt"], row["rejected"])
         assert len(row["rejected"]) == len(answer) and row["rejected"].isalnum()
@@ -147,8 +147,8 @@ def test_a_share_of_answers_shows_a_call_of_the_calculator():
 def test_numbers_are_read_and_drawn_by_turns_of_chance():
     rows = rows_of("read_or_draw", num_rows=40)
     asked = [rows[index]["prompt"] for index in range(40)]
-    assert 10 < sum(each.startswith("<image>Read it") for each in asked) < 30
-    assert all(each.startswith(("<image>Read it", 'Draw "')) for each in asked)
+    assert 10 < sum(text.startswith("<image>Read it") for text in asked) < 30
+    assert all(text.startswith(("<image>Read it", 'Draw "')) for text in asked)
 
 
 def test_numbers_are_dialled_in_the_tones_of_their_keys(monkeypatch):
@@ -196,7 +196,9 @@ def test_handwritten_digits_have_their_labels_and_scans_that_are_held_out():
         pictures = [Image.open(io.BytesIO(rows[index]["images"][0])) for index in range(30)]
         answers = [rows[index]["answer"] for index in range(30)]
         assert {len(answer) for answer in answers} == {1, 2, 3}
-        assert all(each.size == (EDGE * len(answer), EDGE) for each, answer in zip(pictures, answers, strict=True))
+        assert all(
+            picture.size == (EDGE * len(answer), EDGE) for picture, answer in zip(pictures, answers, strict=True)
+        )
         assert all(rows[index]["prompt"] == "<image>Read it." for index in range(30))
         seen.append({int(scan) for scan in scans_of(0.2, unseen)})
         scan = int(scans_of(0.2, unseen)[0])

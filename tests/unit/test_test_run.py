@@ -38,5 +38,5 @@ def test_a_file_is_one_workers_and_so_are_all_tests_of_ranks(tmp_path):
     for line in log.read_text().splitlines():
         name, worker = line.split()
         workers.setdefault(name, set()).add(worker)
-    assert sorted(workers) == names and all(len(found) == 1 for found in workers.values())
+    assert sorted(workers) == names and all(len(worker) == 1 for worker in workers.values())
     assert workers[names[0]] == workers[names[1]] != workers[names[2]]

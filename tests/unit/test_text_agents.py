@@ -78,7 +78,8 @@ def said(answer):
 def texts_of(drawn):
     """Each sequence's text, and what of it was drawn."""
     return [
-        (TOKENIZER.decode(each.token_ids), TOKENIZER.decode(each.token_ids[each.drawn])) for each in drawn.sequences
+        (TOKENIZER.decode(sequence.token_ids), TOKENIZER.decode(sequence.token_ids[sequence.drawn]))
+        for sequence in drawn.sequences
     ]
 
 
@@ -193,7 +194,7 @@ def test_streams_log_probs_and_models():
         assert [chunk["choices"][0]["finish_reason"] for chunk in chunks[:2]] == [None, "stop"]
         assert chunks[2]["usage"]["completion_tokens"] == 3
         answer = ask([user("a")], logprobs=True, max_tokens=2)
-        assert [each["logprob"] for each in answer["choices"][0]["logprobs"]["content"]] == [-0.5, -0.5]
+        assert [entry["logprob"] for entry in answer["choices"][0]["logprobs"]["content"]] == [-0.5, -0.5]
         assert answer["choices"][0]["finish_reason"] == "length"
         assert ask(None, "models")["data"][0]["id"] == "policy"
         return "my own answer"
@@ -317,7 +318,7 @@ def test_many_agents_on_the_embedded_engine_are_reproducible():
     together, alone = draw_all([0, 1, 2, 3]), draw_all([2])
     for drawn in together.values():
         assert not drawn.damage and len(drawn.sequences) == 2
-        firsts = [each.token_ids[each.drawn][:6].tolist() for each in drawn.sequences]
+        firsts = [sequence.token_ids[sequence.drawn][:6].tolist() for sequence in drawn.sequences]
         assert firsts[0] != firsts[1], "the same question, asked again, is answered anew"
         for sequence in drawn.sequences:
             expected = log_probs_of(model, sequence.token_ids, 0.7)[sequence.drawn[1:]]

@@ -12,12 +12,15 @@ from tests.token_rows import mesh_of
 def sample(*documents):
     """Documents as lists of tokens; those that are learned are negative."""
     return TextSample(
-        tuple(Document(np.abs(np.array(each, np.int32)), np.array([token < 0 for token in each])) for each in documents)
+        tuple(
+            Document(np.abs(np.array(document, np.int32)), np.array([token < 0 for token in document]))
+            for document in documents
+        )
     )
 
 
 def rows(batch):
-    return {name: each.tolist() for name, each in batch.tensors().items()}
+    return {name: tensor.tolist() for name, tensor in batch.tensors().items()}
 
 
 ONE, TWO = sample([11, 12, -13, -14]), sample([21, -22])
@@ -33,7 +36,7 @@ def test_packed():
         "document_ids": [[0, 0, 0, 0, 1, 1]],
         "source_ids": [[2, 2, 2, 2, 0, 0]],
     }
-    assert all(each.dtype == torch.int64 for each in batch.tensors().values())
+    assert all(tensor.dtype == torch.int64 for tensor in batch.tensors().values())
     assert batch.document_lengths == [4, 2] and batch.sample_ids == [70, 75] and batch.num_labels == 3
 
 

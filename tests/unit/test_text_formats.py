@@ -101,9 +101,9 @@ def test_formats_are_in_the_help_and_checked(tmp_path):
     assert f"--data.data_type {{type: {names}}}" in shown
     assert "type: plaintext  Texts, every token of which is in the loss" in shown
     path = write_config(settings(tmp_path, {"type": OWN, "separator": " = "}), tmp_path / "own.yaml")
-    found = check_config(path)
-    (source,) = found.data.training
-    assert found.exit_code == FITS and source.name == "questions" and source.bad_rows == []
+    result = check_config(path)
+    (source,) = result.data.training
+    assert result.exit_code == FITS and source.name == "questions" and source.bad_rows == []
     assert (source.num_samples, source.num_learned) == (40, 80)
 
 
@@ -178,8 +178,8 @@ def test_answers_have_their_label_and_pairs_are_taken_apart(tmp_path):
         {"prompt": chat, "completion": [{"role": "assistant", "content": "4"}], "label": 0},
         {"prompt": "Add.", "chosen": "3", "rejected": "4"},
     ]
-    found = [sample.documents[0] for sample in made("unpaired", rows, tmp_path)]
-    answers = [(text_of(each.input_ids[each.loss_mask]), float(each.numbers[-1])) for each in found]
+    results = [sample.documents[0] for sample in made("unpaired", rows, tmp_path)]
+    answers = [(text_of(each.input_ids[each.loss_mask]), float(each.numbers[-1])) for each in results]
     assert answers == [("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0), ("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0)]
     with pytest.raises(DataError, match="row 1: a label in column 'label' must be true, false"):
         made("unpaired", [{"prompt": "Add.", "completion": "3"}], tmp_path)

@@ -36,11 +36,11 @@ def make(tmp_path):
 
 def take(loader, count=None):
     """Of each step: its samples (id, first token), sorted, and the loader's state after it."""
-    found = []
+    results = []
     for number, batches in itertools.islice(loader.steps(loader.state()["step"]), count):
         samples = sorted(pair for batch in batches for pair in read(batch))
-        found.append((number, samples, loader.state(), loader.epoch_ended))
-    return found
+        results.append((number, samples, loader.state(), loader.epoch_ended))
+    return results
 
 
 def read(batch):
@@ -53,8 +53,8 @@ def read(batch):
 
 def together(loaders):
     """The samples of each step over all ranks."""
-    steps = [take(each) for each in loaders]
-    assert len({len(each) for each in steps}) == 1
+    steps = [take(loader) for loader in loaders]
+    assert len({len(step) for step in steps}) == 1
     joined = []
     for parts in zip(*steps, strict=True):
         assert all(part[2:] == parts[0][2:] for part in parts), "ranks disagree on the position"
@@ -105,9 +105,9 @@ def test_ranks_have_as_many_micro_batches(make):
 
 def test_micro_batches_hold_what_fits(make):
     for _, batches in make(train={"global_batch_size": 8}).steps():
-        assert all(sum(each.document_lengths) <= 2 * 16 for each in batches)
+        assert all(sum(batch.document_lengths) <= 2 * 16 for batch in batches)
     for _, batches in make(train={"dyn_bsz": False}).steps():
-        assert all(len(each.sample_ids) <= 2 for each in batches)
+        assert all(len(batch.sample_ids) <= 2 for batch in batches)
 
 
 def test_every_sample_once_in_an_epoch_and_the_last_step_too(make):
@@ -116,7 +116,7 @@ def test_every_sample_once_in_an_epoch_and_the_last_step_too(make):
         steps = take(loader)
         firsts = tokens_of(steps)
         for epoch in range(3):
-            assert sorted(firsts[epoch * 61 : (epoch + 1) * 61]) == [1000 * each for each in range(61)]
+            assert sorted(firsts[epoch * 61 : (epoch + 1) * 61]) == [1000 * index for index in range(61)]
         ids = [each for _, samples, _, _ in steps for each, _ in samples]
         assert ids == list(range(3 * 61))
         assert loader.total_steps == len(steps)
@@ -178,8 +178,8 @@ def test_resuming_with_other_batches_loses_and_repeats_nothing(make, done):
         before = tokens_of(take(first, done))
         changed = {"num_train_epochs": 2, "global_batch_size": 7, "micro_batch_size": 3}
         loaders = [make(sources=others, train=changed, rank=rank, ranks=2) for rank in range(2)]
-        for each in loaders:
-            each.restore(first.state())
+        for loader in loaders:
+            loader.restore(first.state())
         after = together(loaders)
         assert after[0][0] == done and loaders[0].total_steps == done + len(after)
         assert before + tokens_of(after) == wanted
@@ -239,7 +239,7 @@ def test_pairs_stay_together(make):
     transform = NumberTransform(documents_per_sample=2)
     loader = make(one_source([3] * 30), transform=transform, train={"global_batch_size": 2, "micro_batch_size": 1})
     for _, batches in loader.steps():
-        assert sum(len(each.sample_ids) for each in batches) <= 2 * 2 * 16 // 8
+        assert sum(len(batch.sample_ids) for batch in batches) <= 2 * 2 * 16 // 8
         for batch in batches:
             assert batch.document_lengths == [3, 5] * len(batch.sample_ids)
             assert sum(batch.document_lengths) <= 2 * 16
@@ -256,4 +256,4 @@ def test_pipelines_get_as_many_micro_batches_as_they_need(make):
     train = {"pipeline_parallel_size": 3, "pipeline_schedule": "1f1b"}
     loader = make(one_source([5, 5]), train=train, pp=3)
     (_, batches), *rest = loader.steps()
-    assert not rest and sorted(len(each.document_lengths) for each in batches) == [0, 1, 1]
+    assert not rest and sorted(len(batch.document_lengths) for batch in batches) == [0, 1, 1]

@@ -29,11 +29,11 @@ def look_up(name: str) -> Any:
             variant = next((each for each in named if isinstance(each, Variant)), None)
             if variant is not None:
                 classes = find_variants(variant.source).values()
-                return any(word in {each.name for each in dataclasses.fields(cls)} for cls in classes)
+                return any(word in {field.name for field in dataclasses.fields(cls)} for cls in classes)
         assert word in section.model_fields, f"{name}: no {word}"
         field = section.model_fields[word]
         kinds = [field.annotation, *get_args(field.annotation)]
-        section = next((each for each in kinds if isinstance(each, type) and issubclass(each, BaseModel)), None)
+        section = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
     return True
 
 
@@ -41,8 +41,8 @@ def variants_of(name: str) -> dict[str, type]:
     section, last = TextRLConfig, name.split(".")[-1]
     for word in name.split(".")[:-1]:
         section = section.model_fields[word].annotation
-    found = [each for each in section.model_fields[last].metadata if isinstance(each, Variant)]
-    return find_variants(found[0].source) if found else {}
+    results = [each for each in section.model_fields[last].metadata if isinstance(each, Variant)]
+    return find_variants(results[0].source) if results else {}
 
 
 def test_the_page_has_its_tables() -> None:

@@ -308,9 +308,9 @@ def test_without_a_curriculum_the_order_is_that_of_epochs():
 def test_replacements_are_others_and_a_function_of_the_iteration():
     loader = TextPromptLoader(PROMPTS, 4, 2, seed=5)
     for iteration in range(6):
-        found = loader.replacements(iteration, 100)
-        assert sorted(found + loader.groups(iteration)) == list(range(12))
-        assert TextPromptLoader(PROMPTS, 4, 2, seed=5).replacements(iteration, 3) == found[:3]
+        result = loader.replacements(iteration, 100)
+        assert sorted(result + loader.groups(iteration)) == list(range(12))
+        assert TextPromptLoader(PROMPTS, 4, 2, seed=5).replacements(iteration, 3) == result[:3]
     assert loader.replacements(0, 8) != loader.replacements(3, 8)
 
 

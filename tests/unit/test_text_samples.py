@@ -183,7 +183,7 @@ def test_pairs_share_a_prompt_that_is_not_learned(row, prompt):
     pairs = transform("preference")
     (sample,) = pairs(row, WHERE)
     assert pairs.documents_per_sample == len(sample.documents) == 2
-    shared = "".join(f"<|im_start|>{each['role']}\n{each['content']}<|im_end|>\n" for each in prompt)
+    shared = "".join(f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n" for message in prompt)
     for document, answer in zip(sample.documents, ("yes", "no"), strict=True):
         assert text_of(document) == f"{shared}<|im_start|>assistant\n{answer}<|im_end|>\n"
         assert text_of(document, learned_only=True) == f"{answer}<|im_end|>"
@@ -194,9 +194,9 @@ def test_pairs_with_columns_of_other_names():
     (sample,) = transform("preference", text_keys=["better", "worse"])(
         {"better": [user("q"), assistant("yes")], "worse": json.dumps([user("q"), assistant("no")]), "prompt": 3}, WHERE
     )
-    assert [text_of(each, learned_only=True) for each in sample.documents] == ["yes<|im_end|>", "no<|im_end|>"]
+    assert [text_of(document, learned_only=True) for document in sample.documents] == ["yes<|im_end|>", "no<|im_end|>"]
     (sample,) = transform("preference", text_keys=["x", "y", "z"])({"x": "q", "y": "yes", "z": "no"}, WHERE)
-    assert [text_of(each, learned_only=True) for each in sample.documents] == ["yes<|im_end|>", "no<|im_end|>"]
+    assert [text_of(document, learned_only=True) for document in sample.documents] == ["yes<|im_end|>", "no<|im_end|>"]
     with pytest.raises(ConfigError, match="text_keys of preference data must be two columns"):
         transform("preference", text_keys=["chosen"])
 

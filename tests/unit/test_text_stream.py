@@ -65,9 +65,9 @@ def passes(lengths, first=0):
     """First tokens of all samples of some rows."""
     return sorted(
         1000 * number + piece
-        for number, each in enumerate(lengths, start=first)
-        if not isinstance(each, str)
-        for piece in range(1 if isinstance(each, int) else len(each))
+        for number, length in enumerate(lengths, start=first)
+        if not isinstance(length, str)
+        for piece in range(1 if isinstance(length, int) else len(length))
     )
 
 
@@ -96,8 +96,8 @@ def test_resuming_with_other_batches_loses_and_repeats_nothing(make, case):
     before = tokens_of(take(first, 5))
     train = {**case.get("train", {}), "global_batch_size": 7, "micro_batch_size": 3}
     loaders = [make(**case | {"train": train}, rank=rank, ranks=2) for rank in range(2)]
-    for each in loaders:
-        each.restore(first.state())
+    for loader in loaders:
+        loader.restore(first.state())
     after = tokens_of(together(loaders))
     assert before + after == wanted[: len(before) + len(after)]
 
@@ -107,7 +107,7 @@ def test_every_row_once_in_an_epoch_shuffled_in_blocks(make, lengths):
     steps = take(make(one_source(lengths), train={"max_steps": 60}))
     count = len(passes(lengths))
     epochs = [tokens_of(steps)[start : start + count] for start in (0, count, 2 * count)]
-    assert all(sorted(each) == passes(lengths) for each in epochs)
+    assert all(sorted(epoch) == passes(lengths) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2]
     blocks = [list(dict.fromkeys(first // 1000 // 5 for first in epoch)) for epoch in epochs]
     assert blocks == [list(range(-(-len(lengths) // 5)))] * 3
@@ -161,8 +161,8 @@ def test_bad_rows_are_named_once_and_stop_at_the_limit(make):
     said = []
     lengths = [5, "first", 6, "second", 7]
     take(make(one_source(lengths), data={"max_bad_rows": 2}, said=said))
-    named = [each for each in said if each.startswith("row left out")]
-    assert sorted(each.split("): ")[1] for each in named) == ["rows, row 2: first", "rows, row 4: second"]
+    named = [text for text in said if text.startswith("row left out")]
+    assert sorted(text.split("): ")[1] for text in named) == ["rows, row 2: first", "rows, row 4: second"]
     with pytest.raises(DataError, match=r"data\.max_bad_rows is 1"):
         take(make(one_source(lengths), data={"max_bad_rows": 1}))
     with pytest.raises(OverlongError, match="row 2: overlong"):

@@ -140,8 +140,8 @@ def test_a_space_that_a_tokenizer_puts_first_does_not_stand_within_a_text():
     template = template_of("none", tokenizer)
     drawn = tokenizer("a=", add_special_tokens=False)["input_ids"]
     alone = template.encode(["408"], is_beginning=False)[0]
-    found = tokens_after(template, drawn[-1], "408")
-    assert tokenizer.decode([*drawn, *found]) == "a=408" and tokenizer.decode([*drawn, *alone]) == "a= 408"
+    result = tokens_after(template, drawn[-1], "408")
+    assert tokenizer.decode([*drawn, *result]) == "a=408" and tokenizer.decode([*drawn, *alone]) == "a= 408"
 
 
 def call_of(name, **arguments):

@@ -145,10 +145,10 @@ def test_given_tokens_are_no_decisions():
     sequence.append_drawn(Completion([3], [-0.5], [7], "stop"))
     sequence.append_given([4, 5])
     sequence.append_drawn(Completion([6], [-0.25], [8], "length"))
-    found = sequence.freeze("length")
-    assert found.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and found.token_ids.dtype == np.int32
-    assert found.drawn.tolist() == [False, False, True, False, False, True]
-    assert found.log_probs.tolist() == [0, 0, -0.5, 0, 0, -0.25] and found.versions.tolist() == [-1, -1, 7, -1, -1, 8]
-    assert (found.num_drawn, found.finish_reason, sequence.num_prompt_tokens, len(sequence)) == (2, "length", 2, 6)
+    result = sequence.freeze("length")
+    assert result.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and result.token_ids.dtype == np.int32
+    assert result.drawn.tolist() == [False, False, True, False, False, True]
+    assert result.log_probs.tolist() == [0, 0, -0.5, 0, 0, -0.25] and result.versions.tolist() == [-1, -1, 7, -1, -1, 8]
+    assert (result.num_drawn, result.finish_reason, sequence.num_prompt_tokens, len(sequence)) == (2, "length", 2, 6)
     with pytest.raises(AssertionError, match="equally many"):
         sequence.append_drawn(Completion([6], [], [8], "stop"))

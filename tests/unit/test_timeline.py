@@ -67,6 +67,15 @@ def test_processes_count_from_when_they_are_seen(tmp_path: Path, clock: None) ->
     assert timeline.end_step(2, now=4.0) == {"utilisation/actor": 0.5, "utilisation/scorer": 0.0}
 
 
+def test_seconds_of_travelling_weights_are_those_of_the_process_that_took_longest(tmp_path: Path, clock: None) -> None:
+    timeline = Timeline(tmp_path)
+    timeline.add([event("actor", 0, 0.0, 3.0, "sync"), event("actor", 0, 4.0, 5.0, "update")])
+    timeline.add([event("sampler", 1, 0.5, 3.0, "sync"), event("sampler", 1, 3.0, 4.5, "sync")])
+    assert timeline.end_step(1, now=8.0)["time/sync_s"] == 4.0, "the sampler's, not the sum over processes"
+    timeline.add([event("actor", 0, 8.0, 9.0, "update")])
+    assert "time/sync_s" not in timeline.end_step(2, now=16.0), "no weights were sent"
+
+
 def test_credited_seconds_add_up_to_the_busy_ones(tmp_path: Path, clock: None) -> None:
     rng = random.Random(0)
     timeline, known, credited, at = Timeline(tmp_path), [], 0.0, 0.0
@@ -84,7 +93,7 @@ def test_credited_seconds_add_up_to_the_busy_ones(tmp_path: Path, clock: None) -
         credited, at = credited + share * 2 * (now - at), now
     for step in range(40, 60):
         credited, at = credited + timeline.end_step(step, at + 10.0)["utilisation/actor"] * 20.0, at + 10.0
-    busy = sum(union_seconds((each.start, each.end) for each in known if each.rank == rank) for rank in range(2))
+    busy = sum(union_seconds((span.start, span.end) for span in known if span.rank == rank) for rank in range(2))
     assert credited == pytest.approx(busy, rel=1e-9) and busy > 20
 
 
@@ -117,8 +126,8 @@ def test_events_may_come_from_several_threads(tmp_path: Path) -> None:
             timeline.add([event("scorer", rank, number, number + 1, "score")])
 
     threads = [threading.Thread(target=feed, args=(rank,)) for rank in range(4)]
-    for each in threads:
-        each.start()
+    for thread in threads:
+        thread.start()
     for each in threads:
         each.join()
     timeline.close()
@@ -135,7 +144,7 @@ def test_a_run_writes_what_its_roles_did_beside_its_timings(tmp_path: Path) -> N
             run.add_events([event("actor", 0, began, time.time(), "update", step)], {})
             run.log(step, {"loss": 0.5}, show={})
         run.close()
-    work = [each for each in read_events(tmp_path) if each.role == "actor"]
+    work = [event for event in read_events(tmp_path) if event.role == "actor"]
     assert [each.step for each in work] == [1, 2, 3, 4], "the resumed run dropped the steps that it repeated"
     windows = step_windows(read_events(tmp_path))
     assert windows[1][1] == windows[2][0] and windows[3][1] == windows[4][0], "steps follow each other"
@@ -144,7 +153,7 @@ def test_a_run_writes_what_its_roles_did_beside_its_timings(tmp_path: Path) -> N
     for line in lines:
         start, end = windows[line["step"]]
         worked = [
-            (max(each.start, start), min(each.end, end)) for each in work if each.start < end and each.end > start
+            (max(span.start, start), min(span.end, end)) for span in work if span.start < end and span.end > start
         ]
         busy = union_seconds(worked) / (end - start)
         assert line["utilisation/actor"] == pytest.approx(busy, abs=1e-3) and 0.0 < busy <= 1.0
@@ -233,14 +242,14 @@ def test_bars_have_the_colours_of_their_kinds(tmp_path: Path) -> None:
 def test_calls_beside_each_other_share_the_height_of_their_row(tmp_path: Path) -> None:
     stretch = choose_stretch(fill(tmp_path), max_steps=1)
     assert stretch is not None
-    found = []
+    results = []
     axes = Figure().add_subplot()
     draw_rows(axes, stretch)
     for bar in (corners for patch in axes.patches for corners in patch.get_path().to_polygons()):
         (left, top), (right, bottom) = bar.min(0).round(3), bar.max(0).round(3)
-        found.append((round(bottom - top, 3), left, right))
-    assert sorted(found)[:2] == [(0.4, 1.0, 9.0), (0.4, 2.0, 4.0)], "the actor's update, and its save meanwhile"
-    assert {height for height, _, _ in sorted(found)[2:]} == {0.8}, "all other calls have their row for themselves"
+        results.append((round(bottom - top, 3), left, right))
+    assert sorted(results)[:2] == [(0.4, 1.0, 9.0), (0.4, 2.0, 4.0)], "the actor's update, and its save meanwhile"
+    assert {height for height, _, _ in sorted(results)[2:]} == {0.8}, "all other calls have their row for themselves"
 
 
 def test_calls_too_short_to_be_seen_become_one_bar(tmp_path: Path) -> None:

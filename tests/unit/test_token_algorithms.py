@@ -71,8 +71,8 @@ def named(part: object) -> str:
 
 def test_sums_means_and_counts_are_those_of_each_sequence() -> None:
     values = normal()
-    own = [[float(values[row]) for row in range(R) if OF_ROW[row] == each and MASK[row]] for each in range(5)]
-    assert SEQUENCES.sums(values, MASK).tolist() == pytest.approx([math.fsum(each) for each in own])
+    own = [[float(values[row]) for row in range(R) if OF_ROW[row] == index and MASK[row]] for index in range(5)]
+    assert SEQUENCES.sums(values, MASK).tolist() == pytest.approx([math.fsum(value) for value in own])
     assert SEQUENCES.counts(MASK).tolist() == [len(each) for each in own] == [4, 0, 0, 3, 5]
     assert SEQUENCES.means(values, MASK).tolist() == pytest.approx([sum(e) / len(e) if e else 0 for e in own])
     assert SEQUENCES.means(values).tolist()[1] == values[5]
@@ -113,8 +113,8 @@ def on_two_ranks(compute: Callable[[torch.Tensor, Reduce], torch.Tensor]) -> tor
         return compute(halves[rank], reduce)
 
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(of_rank, range(2)))
-    return torch.cat(found)[torch.cat(halves).argsort()]
+        result = list(pool.map(of_rank, range(2)))
+    return torch.cat(result)[torch.cat(halves).argsort()]
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_corrections_do_not_depend_on_how_a_sequence_is_cut(part: OffPolicy) -> 
 def test_words_for_steps_and_for_tokens_are_the_same_levels() -> None:
     apart = normal(0.4)
     for token, step in (("token", "step"), ("sequence", "trajectory"), ("sequence_mean", "trajectory_mean")):
-        found = [log_ratio_of(apart, SEQUENCES.of_row, level, MASK) for level in (token, step)]
-        assert torch.equal(*found)
+        results = [log_ratio_of(apart, SEQUENCES.of_row, level, MASK) for level in (token, step)]
+        assert torch.equal(*results)
 
 
 # Objectives
@@ -174,14 +174,18 @@ def test_nothing_outside_the_mask_reaches_a_loss_or_a_gradient(objective: object
         assert (losses[~MASK] == 0).all() and (given.grad[~MASK] == 0).all() and losses[MASK].ne(0).any()
         results.append((losses.detach(), given.grad, torch.stack(list(stats.values()))))
         assert not any(value.requires_grad for value in stats.values())
-    for found in results[1:]:
-        for one, other in zip(found, results[0], strict=True):
+    for result in results[1:]:
+        for one, other in zip(result, results[0], strict=True):
             assert torch.equal(one, other)
 
 
 @pytest.mark.parametrize(
     "objective",
-    [each for each in OBJECTIVES if each.type in ("ppo_clip", "sapo") or getattr(each, "gradient", "") == "sequence"],
+    [
+        objective
+        for objective in OBJECTIVES
+        if objective.type in ("ppo_clip", "sapo") or getattr(objective, "gradient", "") == "sequence"
+    ],
     ids=named,
 )
 def test_gradients_are_those_of_the_values(objective: object) -> None:
@@ -207,13 +211,13 @@ def test_straight_through_the_tokens_of_gspo() -> None:
 
 
 def test_both_gradients_of_gspo_agree_where_a_sequence_has_one_advantage() -> None:
-    advantages, apart, found = SEQUENCES.spread(normal(size=5)), normal(0.1), []
+    advantages, apart, results = SEQUENCES.spread(normal(size=5)), normal(0.1), []
     for gradient in ("token", "sequence"):
         log_ratio = apart.clone().requires_grad_(True)
         GSPO(0.05, 0.05, gradient=gradient).loss(log_ratio, advantages, MASK, SEQUENCES)[0].sum().backward()
-        found.append(log_ratio.grad)
-    torch.testing.assert_close(*found)
-    assert found[0].abs().max() > 0
+        results.append(log_ratio.grad)
+    torch.testing.assert_close(*results)
+    assert results[0].abs().max() > 0
 
 
 def test_the_weight_of_cispo_has_no_gradient_and_cuts_none() -> None:
@@ -298,14 +302,14 @@ def test_losses_and_gradients_do_not_depend_on_how_a_sequence_is_cut(objective: 
         sequences = Sequences(SEQUENCES.of_row[rows], 5, reduce)
         return objective.loss(cut[rows], advantages[rows], MASK[rows], sequences)[0]
 
-    found = on_two_ranks(losses)
-    found.sum().backward()
-    torch.testing.assert_close(found, expected)
+    actual = on_two_ranks(losses)
+    actual.sum().backward()
+    torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(cut.grad, whole.grad)
 
 
 def test_objectives_are_found() -> None:
-    assert set(find_variants("sfumato.algorithms.token_objectives")) == {each.type for each in OBJECTIVES}
+    assert set(find_variants("sfumato.algorithms.token_objectives")) == {objective.type for objective in OBJECTIVES}
 
 
 # Aggregation
@@ -316,12 +320,12 @@ def test_parts_of_a_step_add_up_to_the_whole(mode: str) -> None:
     losses, lengths = normal(), SEQUENCES.spread(SEQUENCES.counts(MASK))
     weights = row_weights(mode, lengths, 12.0, 3.0, 6)
     whole = (weights * losses * MASK).sum()
-    own = [losses[(SEQUENCES.of_row == each) & MASK] for each in (0, 3, 4)]
+    own = [losses[(SEQUENCES.of_row == value) & MASK] for value in (0, 3, 4)]
     expected = {
         "token-mean": torch.cat(own).mean(),
-        "seq-mean-token-mean": torch.stack([each.mean() for each in own]).mean(),
-        "seq-mean-token-sum": torch.stack([each.sum() for each in own]).mean(),
-        "seq-mean-token-sum-norm": torch.stack([each.sum() for each in own]).mean() / 6,
+        "seq-mean-token-mean": torch.stack([tensor.mean() for tensor in own]).mean(),
+        "seq-mean-token-sum": torch.stack([tensor.sum() for tensor in own]).mean(),
+        "seq-mean-token-sum-norm": torch.stack([tensor.sum() for tensor in own]).mean() / 6,
     }[mode]
     torch.testing.assert_close(whole, expected)
     parts = [
@@ -359,9 +363,9 @@ def test_estimates_and_their_gradients(estimator: str) -> None:
     log_probs = normal().requires_grad_(True)
     reference = (log_probs.detach() - apart).requires_grad_(True)
     kl = TokenKL(0.1, estimator, gradient="k2")
-    found = kl.penalty(log_probs, reference)
-    torch.testing.assert_close(found, expected)
-    found.sum().backward()
+    actual = kl.penalty(log_probs, reference)
+    torch.testing.assert_close(actual, expected)
+    actual.sum().backward()
     torch.testing.assert_close(log_probs.grad, apart)  # k2's, whatever the value
     log_probs.grad = None
     TokenKL(0.1, estimator).penalty(log_probs, reference).sum().backward()
@@ -381,8 +385,8 @@ def test_k3_of_tokens_that_the_policy_draws_is_the_kl() -> None:
     (slope,) = torch.autograd.grad(exact, logits, retain_graph=True)
     kl = TokenKL(1.0, "k3", importance_weighted=True)
     log_ratio = log_probs - log_probs.detach()
-    found = (weights * kl.penalty(log_probs, reference, log_ratio)).sum()
-    torch.testing.assert_close(torch.autograd.grad(found, logits, retain_graph=True)[0], slope)
+    actual = (weights * kl.penalty(log_probs, reference, log_ratio)).sum()
+    torch.testing.assert_close(torch.autograd.grad(actual, logits, retain_graph=True)[0], slope)
     k2 = (weights * TokenKL(1.0, "k3", gradient="k2").penalty(log_probs, reference)).sum()
     torch.testing.assert_close(torch.autograd.grad(k2, logits)[0], slope)
     with pytest.raises(ValueError, match="needs the log-ratio"):
@@ -406,21 +410,21 @@ def test_clamps_of_penalties() -> None:
 
 def by_hand(rewards: torch.Tensor, values: torch.Tensor, gamma: float, lam: float) -> list[float]:
     """GAE of each sequence without its masked-out rows, one step after the other."""
-    found = [0.0] * R
-    for each in range(5):
+    result = [0.0] * R
+    for index in range(5):
         advantage = following = 0.0
-        for row in reversed([row for row in range(R) if OF_ROW[row] == each and MASK[row]]):
+        for row in reversed([row for row in range(R) if OF_ROW[row] == index and MASK[row]]):
             delta = float(rewards[row]) + gamma * following - float(values[row])
             advantage, following = delta + gamma * lam * advantage, float(values[row])
-            found[row] = advantage
-    return found
+            result[row] = advantage
+    return result
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (0.9, 0.7), (0.5, 0.0), (0.0, 1.0)])
 def test_returns_and_gae_are_those_of_each_sequence_alone(gamma: float, lam: float) -> None:
     rewards, values = normal().masked_fill(~MASK, math.nan), normal().masked_fill(~MASK, math.nan)
-    found = gae(rewards, values, SEQUENCES, MASK, gamma, lam)
-    assert found.tolist() == pytest.approx(by_hand(rewards, values, gamma, lam))
+    result = gae(rewards, values, SEQUENCES, MASK, gamma, lam)
+    assert result.tolist() == pytest.approx(by_hand(rewards, values, gamma, lam))
     zero = torch.zeros(R)
     assert discounted_returns(rewards, SEQUENCES, MASK, gamma).tolist() == pytest.approx(
         by_hand(rewards, zero, gamma, 1.0)
@@ -430,21 +434,21 @@ def test_returns_and_gae_are_those_of_each_sequence_alone(gamma: float, lam: flo
 def test_a_long_sequence_is_scanned_like_a_short_one() -> None:
     length = 5000
     rewards = normal(size=length)
-    found = discounted_returns(rewards, Sequences.of_lengths(torch.tensor([length])), torch.ones(length) > 0, 0.999)
+    actual = discounted_returns(rewards, Sequences.of_lengths(torch.tensor([length])), torch.ones(length) > 0, 0.999)
     expected, total = torch.zeros(length, dtype=torch.float64), 0.0
     for row in reversed(range(length)):
         total = float(rewards[row]) + 0.999 * total
         expected[row] = total
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 def test_the_reward_stands_at_the_last_token_that_was_drawn() -> None:
     rewards, penalties = torch.tensor([1.0, 9.0, 8.0, 2.0, 3.0]), torch.arange(R) / 10
-    found = token_rewards(rewards, SEQUENCES, MASK, penalties)
+    actual = token_rewards(rewards, SEQUENCES, MASK, penalties)
     expected = -penalties * MASK
     for row, reward in ((4, 1.0), (9, 2.0), (15, 3.0)):
         expected[row] += reward
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     taken = penalised(rewards, penalties, SEQUENCES, MASK)
     torch.testing.assert_close(taken, rewards - SEQUENCES.sums(penalties, MASK))
 
@@ -464,8 +468,8 @@ def test_whitening_is_over_all_ranks(ddof: int, shift_mean: bool) -> None:
     expected = (own - own.mean()) / (own.var(correction=ddof) + 1e-8).sqrt() + (0 if shift_mean else own.mean())
     torch.testing.assert_close(whole[MASK], expected)
     assert (whole[~MASK] == 0).all()
-    found = on_two_ranks(lambda rows, reduce: whitened(values[rows], MASK[rows], reduce, ddof, shift_mean=shift_mean))
-    torch.testing.assert_close(found, whole)
+    actual = on_two_ranks(lambda rows, reduce: whitened(values[rows], MASK[rows], reduce, ddof, shift_mean=shift_mean))
+    torch.testing.assert_close(actual, whole)
 
 
 def test_whitening_where_there_is_too_little_to_compare() -> None:
@@ -478,13 +482,13 @@ def test_parts_give_what_their_functions_say() -> None:
     rewards, penalties, values = normal(size=5), normal(0.1), normal()
     same = SampleAdvantage().compute(rewards, SEQUENCES, MASK)
     torch.testing.assert_close(same.values, torch.where(MASK, SEQUENCES.spread(rewards), 0.0))
-    found = GAE(whiten=False, gamma=0.9, lam=0.8).compute(rewards, SEQUENCES, MASK, penalties, values)
+    result = GAE(whiten=False, gamma=0.9, lam=0.8).compute(rewards, SEQUENCES, MASK, penalties, values)
     tokens = token_rewards(rewards, SEQUENCES, MASK, penalties)
-    torch.testing.assert_close(found.values, gae(tokens, values, SEQUENCES, MASK, 0.9, 0.8))
-    torch.testing.assert_close(found.returns, torch.where(MASK, found.values + values, 0.0))
+    torch.testing.assert_close(result.values, gae(tokens, values, SEQUENCES, MASK, 0.9, 0.8))
+    torch.testing.assert_close(result.returns, torch.where(MASK, result.values + values, 0.0))
     white = GAE(gamma=0.9, lam=0.8).compute(rewards, SEQUENCES, MASK, penalties, values)
-    torch.testing.assert_close(white.values, whitened(found.values, MASK))
-    assert torch.equal(white.returns, found.returns)
+    torch.testing.assert_close(white.values, whitened(result.values, MASK))
+    assert torch.equal(white.returns, result.returns)
     with pytest.raises(ValueError, match="critic's values"):
         GAE().compute(rewards, SEQUENCES, MASK)
     with pytest.raises(ValueError, match="see penalised"):
@@ -497,13 +501,13 @@ def test_the_expected_gradient_of_distillation_is_that_of_the_kl_to_the_teacher(
     log_probs = logits.log_softmax(0)
     kl = (log_probs.exp() * (log_probs - teacher)).sum()
     (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
-    found = Distillation().compute(
+    actual = Distillation().compute(
         torch.zeros(1),
         Sequences.of_lengths(torch.tensor([7])),
         torch.ones(7) > 0,
         TokenKL(1.0, "k1", "reward").penalty(log_probs.detach(), teacher),
     )
-    advantages = found.values
+    advantages = actual.values
     for objective in (PolicyGradient(), PPOClip()):
         losses, _ = objective.loss(
             log_probs - log_probs.detach(),
@@ -511,15 +515,15 @@ def test_the_expected_gradient_of_distillation_is_that_of_the_kl_to_the_teacher(
             torch.ones(7) > 0,
             Sequences(torch.zeros(7, dtype=torch.long), 1),
         )
-        (found,) = torch.autograd.grad((log_probs.exp().detach() * losses).sum(), logits, retain_graph=True)
-        torch.testing.assert_close(found, expected)
+        (actual,) = torch.autograd.grad((log_probs.exp().detach() * losses).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(actual, expected)
 
 
 def test_distillation_is_returns_without_a_future_and_a_penalty_of_k1() -> None:
     student, teacher = normal(), normal()
     penalties = TokenKL(1.0, "k1", "reward").penalty(student, teacher)
-    found = Returns(whiten=False, gamma=0.0).compute(torch.zeros(5, dtype=torch.float64), SEQUENCES, MASK, penalties)
-    torch.testing.assert_close(found.values, torch.where(MASK, teacher - student, 0.0))
+    result = Returns(whiten=False, gamma=0.0).compute(torch.zeros(5, dtype=torch.float64), SEQUENCES, MASK, penalties)
+    torch.testing.assert_close(result.values, torch.where(MASK, teacher - student, 0.0))
 
 
 @pytest.mark.parametrize("factor", [0.5, 1.0])
@@ -529,10 +533,10 @@ def test_the_value_loss_is_clipped_around_the_old_values(factor: float) -> None:
     losses, stats = value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 1.0, math.nan]), mask, 0.5, factor)
     losses.sum().backward()
     assert losses.tolist() == pytest.approx([factor * each for each in (1.0, 3.5**2, 0.9**2, 0.0)])
-    assert values.grad.tolist() == pytest.approx([factor * each for each in (2.0, 0.0, -1.8, 0.0)])
+    assert values.grad.tolist() == pytest.approx([factor * value for value in (2.0, 0.0, -1.8, 0.0)])
     assert stats["value/clipped"] == 1 and stats["value/error"] == pytest.approx(1 + 1 + 0.81)
     plain, _ = value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 1.0, 0.0]), mask, None, factor)
-    assert plain.tolist() == pytest.approx([factor * each for each in (1.0, 1.0, 0.81, 0.0)])
+    assert plain.tolist() == pytest.approx([factor * value for value in (1.0, 1.0, 0.81, 0.0)])
     with pytest.raises(ValueError, match="must be above 0"):
         value_loss(values, values, values, mask, 0.0)
 
@@ -542,9 +546,9 @@ def test_the_value_loss_is_clipped_around_the_old_values(factor: float) -> None:
 
 def test_weights_have_a_floor_and_a_cap() -> None:
     apart = torch.log(torch.tensor([0.1, 0.9, 8.0]))
-    found = Decoupled("token", 5.0, 0.5).correct(apart, torch.arange(3))
-    assert found.weights.tolist() == pytest.approx([0.5, 0.9, 5.0])
-    assert found.truncated.tolist() == [True, False, True]
+    result = Decoupled("token", 5.0, 0.5).correct(apart, torch.arange(3))
+    assert result.weights.tolist() == pytest.approx([0.5, 0.9, 5.0])
+    assert result.truncated.tolist() == [True, False, True]
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
@@ -552,9 +556,9 @@ def test_sequences_far_from_the_behaviour_policy_are_left_out_though_signs_cance
     apart = torch.tensor([0.5, -0.5, 0.01, 0.02])
     ids = torch.tensor([0, 0, 1, 1])
     assert not Rejection("sequence_mean", 0.9, 1.1).correct(apart, ids).rejected.any()
-    found = KLRejection("sequence_mean", estimator, 0.05).correct(apart, ids)
-    assert found.rejected.tolist() == [True, True, False, False]
-    assert found.weights.tolist() == pytest.approx([0, 0, math.exp(0.01), math.exp(0.02)])
+    result = KLRejection("sequence_mean", estimator, 0.05).correct(apart, ids)
+    assert result.rejected.tolist() == [True, True, False, False]
+    assert result.weights.tolist() == pytest.approx([0, 0, math.exp(0.01), math.exp(0.02)])
     far = KLRejection("token", estimator, 0.5, None).correct(torch.tensor([0.97, -0.97]), torch.arange(2))
     assert far.rejected.tolist() == [estimator == "k3", False]  # exp(l) - 1 - l: 0.668 and 0.349; l^2 / 2: 0.470
     unweighted = KLRejection("token", estimator, 0.05, None).correct(

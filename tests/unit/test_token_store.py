@@ -59,14 +59,14 @@ def build(folder, sources, transform=None, num_workers=1, max_bad_rows=0, said=N
 
 def content(store):
     return [
-        [(each.input_ids.tolist(), each.loss_mask.tolist()) for each in store.sample(index).documents]
+        [(document.input_ids.tolist(), document.loss_mask.tolist()) for document in store.sample(index).documents]
         for index in range(len(store))
     ]
 
 
 def wanted(sources, transform):
     return [
-        [(each.input_ids.tolist(), each.loss_mask.tolist()) for each in sample.documents]
+        [(document.input_ids.tolist(), document.loss_mask.tolist()) for document in sample.documents]
         for rows in sources.rows
         for index in range(len(rows))
         if "bad" not in rows[index]
@@ -157,10 +157,10 @@ def test_too_many_bad_rows_stop_and_leave_nothing(tmp_path):
     said = []
     with pytest.raises(DataError, match=r"row 4: c \(data\.max_bad_rows is 2\)"):
         build(tmp_path, one_source(["a", 5, "b", "c", 5]), max_bad_rows=2, said=said)
-    assert [each.split(": ", 1)[1] for each in said] == ["rows, row 1: a", "rows, row 3: b"]
+    assert [text.split(": ", 1)[1] for text in said] == ["rows, row 1: a", "rows, row 3: b"]
     with pytest.raises(DataError, match=r"row 1: a \(data\.max_bad_rows leaves such rows out"):
         build(tmp_path, one_source(["a", 5]))
-    assert [each.suffix for each in tmp_path.iterdir()] == [".lock"] * 2
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"] * 2
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])
@@ -208,7 +208,7 @@ build_token_store(one_source([5] * 600), Slow(sys.argv[1]), Path(sys.argv[1]), i
 def test_a_killed_build_leaves_no_store_and_no_process(tmp_path, num_workers):
     command = [sys.executable, "-c", KILLED, str(tmp_path), str(num_workers)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-    while not (pids := [int(each.name) for each in (tmp_path / "reached").glob("*")]):
+    while not (pids := [int(path.name) for path in (tmp_path / "reached").glob("*")]):
         assert process.poll() is None
         time.sleep(0.02)
     process.kill()

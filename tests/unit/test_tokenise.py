@@ -44,13 +44,13 @@ def plain(samples):
 
 def alone(transform, rows):
     """What each row gives in a call of its own."""
-    found = []
+    results = []
     for index in range(len(rows)):
         try:
-            found.append((index, plain(transform(rows[index], rows.describe(index)))))
+            results.append((index, plain(transform(rows[index], rows.describe(index)))))
         except DataError as error:
-            found.append((index, plain(error)))
-    return found
+            results.append((index, plain(error)))
+    return results
 
 
 def together(transform, rows, indices=None):
@@ -66,14 +66,14 @@ def test_texts_have_the_tokens_of_a_call_of_the_tokenizer(kind, with_offsets):
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer("long " * 20, truncation=True, max_length=4, padding="max_length")  # leaves the backend in this state
     assert tokenizer.backend_tokenizer.truncation and tokenizer.backend_tokenizer.padding
-    found = Encoder(tokenizer, with_offsets)(TEXTS)
-    assert [tokens.input_ids.tolist() for tokens in found] == [one["input_ids"] for one in wanted]
-    assert {tokens.input_ids.dtype for tokens in found} == {np.dtype(np.int32)}
+    actual = Encoder(tokenizer, with_offsets)(TEXTS)
+    assert [tokens.input_ids.tolist() for tokens in actual] == [entry["input_ids"] for entry in wanted]
+    assert {tokens.input_ids.dtype for tokens in actual} == {np.dtype(np.int32)}
     if with_offsets:
-        offsets = [list(zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True)) for tokens in found]
-        assert offsets == [one["offset_mapping"] for one in wanted]
+        offsets = [list(zip(tokens.starts.tolist(), tokens.ends.tolist(), strict=True)) for tokens in actual]
+        assert offsets == [entry["offset_mapping"] for entry in wanted]
     else:
-        assert {(tokens.starts, tokens.ends) for tokens in found} == {(None, None)}
+        assert {(tokens.starts, tokens.ends) for tokens in actual} == {(None, None)}
 
 
 def test_special_tokens_are_split_when_the_tokenizer_says_so():
@@ -95,8 +95,8 @@ def test_a_tokenizer_with_an_encoding_of_its_own_is_asked(with_offsets):
 
     own = copy.copy(tokenizer)
     own.__class__ = Lower
-    found, wanted = Encoder(own, with_offsets)(["ABC", "abc"]), Encoder(tokenizer, with_offsets)(["abc", "abc"])
-    for tokens, other in zip(found, wanted, strict=True):
+    actual, wanted = Encoder(own, with_offsets)(["ABC", "abc"]), Encoder(tokenizer, with_offsets)(["abc", "abc"])
+    for tokens, other in zip(actual, wanted, strict=True):
         assert tokens.input_ids.tolist() == other.input_ids.tolist()
         assert not with_offsets or (tokens.starts.tolist(), tokens.ends.tolist()) == (
             other.starts.tolist(),
@@ -115,11 +115,11 @@ def test_plain_texts_become_what_they_become_alone(kind, limit, monkeypatch):
     for name, value in limit.items():
         monkeypatch.setattr(row_samples, name, value)
     transform = transform_of("plaintext", build_tokenizer(kind), max_seq_len=16)
-    found = together(transform, TEXT_ROWS)
-    assert found == alone(transform, TEXT_ROWS)
-    assert sum(isinstance(samples, tuple) for _, samples in found) >= 3  # of which there is nothing to make
+    result = together(transform, TEXT_ROWS)
+    assert result == alone(transform, TEXT_ROWS)
+    assert sum(isinstance(samples, tuple) for _, samples in result) >= 3  # of which there is nothing to make
     order = [9, 3, 3, 0, 12, 5]
-    assert together(transform, TEXT_ROWS, order) == [found[index] for index in order]
+    assert together(transform, TEXT_ROWS, order) == [result[index] for index in order]
 
 
 def conversations():
@@ -146,9 +146,9 @@ def test_conversations_become_what_they_become_alone(kind, template, monkeypatch
     monkeypatch.setattr(row_samples, "BATCH_ROWS", 7)
     transform = transform_of("conversation", build_tokenizer(kind, chat_template=template), max_seq_len=60)
     rows = conversations()
-    found = together(transform, rows)
-    assert found == alone(transform, rows)
-    refused = [samples for _, samples in found if isinstance(samples, tuple)]
+    result = together(transform, rows)
+    assert result == alone(transform, rows)
+    refused = [samples for _, samples in result if isinstance(samples, tuple)]
     assert 4 <= len(refused) < len(rows) and any(kind is OverlongError for kind, _ in refused)
 
 
@@ -176,16 +176,16 @@ def test_pairs_become_what_they_become_alone():
     transform = transform_of("preference", build_tokenizer(chat_template=CHATML), max_seq_len=64)
     rows = [{"prompt": "hi", "chosen": content, "rejected": "no " * number} for number, content in enumerate(CONTENTS)]
     rows = ListRows([*rows, {"prompt": "hi", "chosen": "same", "rejected": "same"}])
-    found = together(transform, rows)
-    assert found == alone(transform, rows)
-    assert {type(samples) for _, samples in found} == {list, tuple}
+    result = together(transform, rows)
+    assert result == alone(transform, rows)
+    assert {type(samples) for _, samples in result} == {list, tuple}
 
 
 def test_a_transform_without_texts_is_called_when_a_row_is_wanted():
     transform = NumberTransform()
-    found = samples_of(transform, rows_of([3, "broken", 4, 5]), [2, 1, 0, 3])
-    assert next(found)[0] == 2 and transform.seen == [2]
-    index, error = next(found)
+    samples = samples_of(transform, rows_of([3, "broken", 4, 5]), [2, 1, 0, 3])
+    assert next(samples)[0] == 2 and transform.seen == [2]
+    index, error = next(samples)
     assert index == 1 and isinstance(error, DataError) and transform.seen == [2, 1]
 
 
@@ -228,9 +228,9 @@ class Faulty:
     ("row", "kind"), [("fails", KeyError), ("fails later", KeyError), ("cannot be encoded", TypeError)]
 )
 def test_an_error_that_is_not_of_the_data_comes_when_its_row_does(row, kind):
-    found, given = samples_of(Faulty(), ListRows(["a", "stops", "b", row, "c"]), range(5)), []
+    samples, given = samples_of(Faulty(), ListRows(["a", "stops", "b", row, "c"]), range(5)), []
     with pytest.raises(kind):
-        given.extend((index, str(samples)) for index, samples in found)
+        given.extend((index, str(samples)) for index, samples in samples)
     assert given == [(0, "['A']"), (1, "rows, row 2 stops"), (2, "['B']")]
 
 
@@ -242,10 +242,10 @@ def test_a_row_that_cannot_be_read_spoils_no_other():
             return super().__getitem__(index)
 
     transform, rows = transform_of("plaintext", build_tokenizer()), Torn([{"text": f"text {n}"} for n in range(9)])
-    found = together(transform, rows)
-    assert [index for index, samples in found if isinstance(samples, tuple)] == [1, 4, 7]
+    result = together(transform, rows)
+    assert [index for index, samples in result if isinstance(samples, tuple)] == [1, 4, 7]
     whole = together(transform, ListRows(rows.rows))
-    assert [one for one in found if one[0] % 3 != 1] == [one for one in whole if one[0] % 3 != 1]
+    assert [one for one in result if one[0] % 3 != 1] == [one for one in whole if one[0] % 3 != 1]
 
 
 def test_batches_are_bounded_by_rows_and_by_characters(monkeypatch):

@@ -60,7 +60,10 @@ def test_a_placeholder_ends_a_greedy_answer_of_a_model_that_sees(tmp_path: Path,
     records = load_task("train_text").answer_prompts(model, validation, config, 0)
     handle.remove()
     assert [record.total for record in records] == [0.0] * len(validation.prompts)
-    inputs, images = [each.input_ids for each in validation.prompts], [each.images for each in validation.prompts]
+    inputs, images = (
+        [prompt.input_ids for prompt in validation.prompts],
+        [prompt.images for prompt in validation.prompts],
+    )
     handle = prefer(model, token)
     length = 1 if token in model.vision.reader.media_tokens() else 5  # some models find images by what begins one
     assert answer_greedily(model, inputs, 5, (), images) == [[token] * length] * len(inputs)
@@ -96,7 +99,7 @@ def test_what_is_drawn_beyond_the_tokenizer_has_no_reward_and_is_not_learned(tmp
             drawn = sequence.token_ids[sequence.drawn]
             assert (drawn[:-1] < 259).all(), "such a token is the last"
             is_strange = bool(drawn[-1] >= 259)
-            values = [float(each[row]) for each in dump.advantages.components.values()]
+            values = [float(component[row]) for component in dump.advantages.components.values()]
             assert np.isnan(values).all() == is_strange
             assert (float(dump.advantages.values[row]) == 0.0) or not is_strange
             strange += is_strange

@@ -58,8 +58,8 @@ def leveldb_records(content, start=7, block=32768):
 
 
 def test_what_is_no_finite_number_is_left_out():
-    given = {"a": np.float32(0.5), "b": None, "c": math.nan, "d": -math.inf, "e": 3}
-    assert finite_numbers(given) == {"a": 0.5, "e": 3.0} and type(finite_numbers(given)["a"]) is float
+    settings = {"a": np.float32(0.5), "b": None, "c": math.nan, "d": -math.inf, "e": 3}
+    assert finite_numbers(settings) == {"a": 0.5, "e": 3.0} and type(finite_numbers(settings)["a"]) is float
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
@@ -97,7 +97,7 @@ def test_swanlab_local_keeps_the_run_id(tmp_path):
     lines = [
         json.loads(line) for path in tmp_path.glob("swanlab/**/logs/**/*.log") for line in path.read_text().splitlines()
     ]
-    scalars = sorted((each["index"], each["data"]) for each in lines if isinstance(each.get("data"), float))
+    scalars = sorted((line["index"], line["data"]) for line in lines if isinstance(line.get("data"), float))
     assert scalars == [(1, 1.0), (2, 0.5), (3, pytest.approx(1 / 3)), (4, 0.25)]
 
 
@@ -117,7 +117,9 @@ def test_mlflow_writes_a_database_below_the_run_folder(tmp_path):
     run = client.get_run(first)
     assert run.data.params["train.lr"] == "0.001" and run.info.status == "FINISHED"
     assert run.info.run_name == tmp_path.name and "odd/nan" not in run.data.metrics
-    assert "samples/eval/step_000004_1.png" in {each.path for each in client.list_artifacts(first, "samples/eval")}
+    assert "samples/eval/step_000004_1.png" in {
+        artifact.path for artifact in client.list_artifacts(first, "samples/eval")
+    }
 
 
 @pytest.mark.slow
@@ -126,9 +128,9 @@ def test_trackio_keeps_the_run_name(tmp_path):
     first, second = log_and_resume("trackio", tmp_path)
     assert first == second
     with sqlite3.connect(tmp_path / "trackio" / "sfumato.db") as database:
-        found = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
-    losses = {step: json.loads(text)["loss"] for name, step, text in found if "loss" in json.loads(text)}
-    assert losses == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25} and {name for name, _, _ in found} == {first}
+        result = database.execute("select run_name, step, metrics from metrics order by step, id").fetchall()
+    losses = {step: json.loads(text)["loss"] for name, step, text in result if "loss" in json.loads(text)}
+    assert losses == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25} and {name for name, _, _ in result} == {first}
     other = tmp_path / "elsewhere" / tmp_path.name
     other.mkdir(parents=True)
     assert log_and_resume("trackio", other)[0] != first

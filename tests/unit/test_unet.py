@@ -93,7 +93,7 @@ def test_latents_equal_those_of_ddim(kind: str, num_steps: int, request: pytest.
 def test_latents_equal_those_of_xl_as_it_is_published() -> None:
     description = tiny_families.tiny_stable_diffusion_xl() | {"scheduler": {"set_alpha_to_one": False}}
     model = build(description)
-    settings = {name: each for name, each in model.pipeline.scheduler.config.items() if not name.startswith("_")}
+    settings = {name: value for name, value in model.pipeline.scheduler.config.items() if not name.startswith("_")}
     model.pipeline.scheduler = diffusers.EulerDiscreteScheduler.from_config(settings)
     latents, _ = sample(model, 5, guidance_scale=3.0)
     expected = by_diffusers(model.pipeline, 5, guidance_scale=3.0)
@@ -103,10 +103,10 @@ def test_latents_equal_those_of_xl_as_it_is_published() -> None:
 def test_the_empty_prompt_of_xl_is_zero_where_the_pipeline_says_so() -> None:
     model = build(tiny_families.tiny_stable_diffusion_xl())
     negative = model.encode_prompts(PROMPTS).negative
-    assert all(not each.any() for each in negative.values())
+    assert all(not value.any() for value in negative.values())
     model.pipeline.register_to_config(force_zeros_for_empty_prompt=False)
     model.forget_prompts()
-    assert all(each.any() for each in model.encode_prompts(PROMPTS).negative.values())
+    assert all(value.any() for value in model.encode_prompts(PROMPTS).negative.values())
 
 
 def test_the_schedule_is_that_of_the_pipelines_scheduler(model: DiffusionModel) -> None:
@@ -115,7 +115,7 @@ def test_the_schedule_is_that_of_the_pipelines_scheduler(model: DiffusionModel) 
     torch.testing.assert_close(model.sigmas(4, SHAPE)[:-1].double(), expected[[751, 501, 251, 1]], atol=1e-7, rtol=0)
     assert model.sigmas(4, SHAPE)[-1] == 0
     published = build(tiny_families.tiny_stable_diffusion() | {"scheduler": {}})
-    settings = {name: each for name, each in published.pipeline.scheduler.config.items() if not name.startswith("_")}
+    settings = {name: value for name, value in published.pipeline.scheduler.config.items() if not name.startswith("_")}
     published.pipeline.scheduler = diffusers.PNDMScheduler.from_config({**settings, "skip_prk_steps": True})
     assert torch.equal(published.sigmas(4, SHAPE), model.sigmas(4, SHAPE)), "1.5 comes with PNDM"
 
@@ -142,8 +142,8 @@ def test_the_step_of_ddpo_is_that_of_the_scheduler(model: DiffusionModel, eta: f
         velocity = (predicted - latents * norm) / (1 - sigma[0])
         step = DDIM(eta).step(velocity, latents * norm, sigma, sigma_next, 1.0)
         mean, above = (
-            scheduler.step(predicted, timestep, latents, eta=eta, variance_noise=torch.full_like(latents, each))[0]
-            for each in (0.0, 1.0)
+            scheduler.step(predicted, timestep, latents, eta=eta, variance_noise=torch.full_like(latents, value))[0]
+            for value in (0.0, 1.0)
         )
         torch.testing.assert_close(step.mean, mean * norm_next, atol=2e-5, rtol=1e-4)
         std = (above - mean)[:, 0, 0, 0]
@@ -220,7 +220,7 @@ def test_frozen_weights_in_bf16_are_close(description: dict[str, Any], tmp_path:
     ]
     assert next(models[1].denoiser.parameters()).dtype == torch.bfloat16
     latents, sigma = torch.randn(2, *SHAPE), torch.tensor([0.9, 0.3])
-    exact, rounded = (each.predict_velocity(latents, sigma, each.encode_prompts(PROMPTS)) for each in models)
+    exact, rounded = (model.predict_velocity(latents, sigma, model.encode_prompts(PROMPTS)) for model in models)
     assert rounded.dtype == torch.float32
     assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max() + 0.05
 

@@ -238,7 +238,7 @@ def test_files_that_do_not_fit_are_named(tmp_path, folder):
         ("base_model.model.model.layers.1.mlp.up_proj.lora_B.default.weight", "for the adapter of language_model"),
         ("base_model.model.visual.merger.mlp.2.bias", "missing keys: visual.merger.mlp.2.bias"),
     ):
-        save_file({key: each for key, each in weights.items() if key != name}, path)
+        save_file({key: weight for key, weight in weights.items() if key != name}, path)
         with pytest.raises(ConfigError, match=refusal):
             build(copied).prepare()
     path.rename(copied / "model.pth")  # what is published, before it is converted

@@ -158,7 +158,9 @@ def test_the_task_computes_the_loss_and_gradients_of_the_plain_loop(tmp_path: Pa
     )
     transformer = model.pipeline.transformer.requires_grad_(True)
     denoising_losses(model, batch, config.flow, seed=1, step=0).mean().backward()
-    gradients = {name: each.grad.clone() for name, each in transformer.named_parameters() if each.grad is not None}
+    gradients = {
+        name: parameter.grad.clone() for name, parameter in transformer.named_parameters() if parameter.grad is not None
+    }
     transformer.zero_grad()
 
     noise = keyed_normal(batch.latents.shape[1:], 1, "noise", 0, [5, 6])

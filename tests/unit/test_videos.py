@@ -43,21 +43,21 @@ def samples_of(transform, rows):
 
 def inputs_of(model, row):
     """What transformers' processor makes of a conversation by itself."""
-    reader, found, messages = model.vision.reader, {"image": [], "video": []}, []
+    reader, results, messages = model.vision.reader, {"image": [], "video": []}, []
     for message in row["messages"]:
         parts = message["content"]
         parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
         for part in parts:
             if part["type"] != "text":
-                found[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
-        shown = [{key: part[key] for key in part if key not in found} for part in parts]
+                results[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
+        shown = [{key: part[key] for key in part if key not in results} for part in parts]
         messages.append({"role": message["role"], "content": shown})
     text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    clips = [reader.processor.video_processor.read(content, "a test") for content in found["video"]]
-    given = {"images": [read_image(content, "a test") for content in found["image"]] or None}
+    clips = [reader.processor.video_processor.read(content, "a test") for content in results["video"]]
+    settings = {"images": [read_image(content, "a test") for content in results["image"]] or None}
     if clips:
-        given |= {"videos": [one.frames for one in clips], "video_metadata": [one.metadata for one in clips]}
-    return reader.processor(text=[text], return_tensors="pt", **given)
+        settings |= {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
+    return reader.processor(text=[text], return_tensors="pt", **settings)
 
 
 SLOW = [("qwen2_vl", "packed"), ("qwen2_5_vl", "documents"), ("qwen3_vl", "packed"), ("qwen3_vl_moe", "packed")]
@@ -78,9 +78,9 @@ def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, ki
     set_attention(plain, "eager")
 
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
+    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
-    for row, sample, log_probs in zip(given, samples, found, strict=True):
+    for row, sample, log_probs in zip(given, samples, actual, strict=True):
         inputs, document = inputs_of(model, row), sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
         logits = plain(**{name: inputs[name] for name in inputs if name != "video_metadata"}, use_cache=False).logits[0]
@@ -90,7 +90,7 @@ def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, ki
         expected = expected - alone.sum()
     expected.backward()
     assert total == pytest.approx(expected.item(), rel=1e-6)
-    theirs = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
     for name, weight in trainable_parameters(model.trained).items():
         assert float((weight.grad - theirs[name]).norm()) <= 1e-4 * float(theirs[name].norm()) + 1e-6, name
 
@@ -115,8 +115,8 @@ def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(tmp_pat
 
 def processor(by_frame, **changes):
     sizes = {"shortest_edge": 4 * 28 * 28, "longest_edge": 64 * 28 * 28}
-    given = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "image_mean": (0.5,) * 3}
-    return VideoProcessor(**{"by_frame": by_frame, "size": sizes, "image_std": (0.5,) * 3, **given, **changes})
+    settings = {"patch_size": 14, "temporal_patch_size": 2, "merge_size": 2, "image_mean": (0.5,) * 3}
+    return VideoProcessor(**{"by_frame": by_frame, "size": sizes, "image_std": (0.5,) * 3, **settings, **changes})
 
 
 def test_frames_are_chosen_as_the_processors_of_transformers_choose_them():
@@ -158,7 +158,7 @@ def test_operations_of_videos_are_those_of_images_of_as_many_parts(tmp_path):
     shapes = sample.documents[0].images.shapes
     assert shapes[0, 0] > 1 == shapes[1, 0]  # a video, then an image
     flops = FlopCount(model.plain, model.vision).encoder
-    assert flops.forward(shapes) == sum(flops.forward(one[None]) for one in shapes) > flops.forward(shapes[:1])
+    assert flops.forward(shapes) == sum(flops.forward(shape[None]) for shape in shapes) > flops.forward(shapes[:1])
 
 
 def broken_rows():
@@ -214,15 +214,15 @@ def test_videos_come_from_files_bytes_and_columns_alike(transform, tmp_path):
         ([{"type": "video"}, {"type": "text", "text": "What?"}], {"videos": [{"bytes": content, "path": None}]}),
         ("<video>What?", {"video": "a.avi"}),
     ]
-    found = []
+    results = []
     for message, columns in ways:
         row = FiledRow({"messages": [{"role": "user", "content": message}, end], **columns})
         row.folder = tmp_path
         (sample,) = transform(row, "row 1")
         tensors = transform.reader.tensors(sample.documents[0].images)
-        found.append((sample.documents[0].input_ids.tolist(), tensors["pixel_values_videos"]))
-    for ids, pixels in found[1:]:
-        assert ids == found[0][0] and torch.equal(pixels, found[0][1])
+        results.append((sample.documents[0].input_ids.tolist(), tensors["pixel_values_videos"]))
+    for ids, pixels in results[1:]:
+        assert ids == results[0][0] and torch.equal(pixels, results[0][1])
 
 
 def test_a_run_with_videos_leaves_broken_ones_out_and_writes_their_settings(tmp_path):

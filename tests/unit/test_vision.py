@@ -86,8 +86,8 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
 
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     expected = 0.0
-    found = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
-    for row, sample, log_probs in zip(given, samples, found, strict=True):
+    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
+    for row, sample, log_probs in zip(given, samples, actual, strict=True):
         inputs = inputs_of(model, row)
         document = sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
@@ -98,8 +98,12 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
         expected -= alone.sum()
     expected.backward()
     assert total == pytest.approx(float(expected), rel=1e-6)
-    theirs = {name: each.grad for name, each in plain.named_parameters() if each.grad is not None}
-    ours = {name: each.grad for name, each in trainable_parameters(model.trained).items() if each.grad is not None}
+    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
+    ours = {
+        name: parameter.grad
+        for name, parameter in trainable_parameters(model.trained).items()
+        if parameter.grad is not None
+    }
     assert ours.keys() == theirs.keys()
     for name, gradient in theirs.items():
         assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
@@ -122,12 +126,12 @@ def test_a_batch_without_images_computes_the_encoder_with_gradients_of_zero(tmp_
     model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())
     for name, weight in trainable_parameters(model.trained).items():
         assert weight.grad is not None and ("visual" not in name or not weight.grad.any()), name
-    found = model.token_log_probs([batch])[0]
+    actual = model.token_log_probs([batch])[0]
     model.vision = None
     model.set_row_layout("sdpa", RowLayout("documents"))
     expected = model.token_log_probs([without])[0]
     size = expected.shape[1]
-    torch.testing.assert_close(found[: len(expected), :size], expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(actual[: len(expected), :size], expected, rtol=1e-5, atol=1e-5)
 
 
 SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in (*PACKED, *APART[:-1]) if kind != "qwen2_5_vl"]
@@ -213,16 +217,16 @@ def test_images_come_from_files_bytes_and_columns_alike(transform, tmp_path):
         ("<image>What?", {"images": [content]}),
         ("<image>What?", {"image": "a.png"}),
     ]
-    found = []
+    results = []
     for message, columns in ways:
         row = FiledRow({"messages": [{"role": "user", "content": message}, end], **columns})
         row.folder = tmp_path
         (sample,) = transform(row, "row 1")
         document = sample.documents[0]
         pixels = transform.reader.tensors(document.images)["pixel_values"]
-        found.append((document.input_ids.tolist(), document.loss_mask.tolist(), pixels))
-    for ids, mask, pixels in found[1:]:
-        assert (ids, mask) == found[0][:2] and torch.equal(pixels, found[0][2])
+        results.append((document.input_ids.tolist(), document.loss_mask.tolist(), pixels))
+    for ids, mask, pixels in results[1:]:
+        assert (ids, mask) == results[0][:2] and torch.equal(pixels, results[0][2])
 
 
 @pytest.mark.parametrize("mode", ["CMYK", "L", "RGBA", "P", "I;16"])

@@ -110,7 +110,7 @@ class Built:
         euler.set_timesteps = lambda num_steps, device=None: along(euler, sigmas=sigmas, device=device)
         pipeline.scheduler = euler
         noise = keyed_normal(self.shape, 11, "latent", 0, [0, 1])
-        found = []
+        results = []
         for index, prompt in enumerate(PROMPTS):
             embeds = [self.model.embed_prompts([each])["prompt_embeds"] for each in (prompt, "")]
             videos = pipeline(
@@ -126,8 +126,8 @@ class Built:
                 **({} if self.images is None else frames_of(self.images[index])),
                 **more,
             ).frames
-            found.append(videos)
-        return torch.cat(found) if output_type == "latent" else np.concatenate(found)
+            results.append(videos)
+        return torch.cat(results) if output_type == "latent" else np.concatenate(results)
 
 
 def frames_of(source: np.ndarray) -> dict[str, Image.Image]:
@@ -213,9 +213,9 @@ def test_samples_are_arrays_of_frames(plain: Built) -> None:
     settings: dict[str, Any] = {"num_steps": 2, "guidance_scale": 1.0, "seed": 1, "micro_batch_size": 1}
     conditioning = plain.conditioning(plain.model)
     videos = sample_images(plain.model, conditioning, [0, 1], size=(16, 16, FRAMES), **settings)
-    assert [each.shape for each in videos] == [(FRAMES, 16, 16, 3)] * 2
+    assert [video.shape for video in videos] == [(FRAMES, 16, 16, 3)] * 2
     images = sample_images(plain.model, conditioning, [0, 1], size=(16, 16), **settings)
-    assert [each.shape for each in images] == [(16, 16, 3)] * 2
+    assert [image.shape for image in images] == [(16, 16, 3)] * 2
 
 
 @pytest.mark.parametrize("frames", [0, 2, 4, 6])
@@ -259,16 +259,16 @@ def test_each_row_goes_to_the_transformer_of_its_noise_level(pair: Built) -> Non
     ]
     for sigma in ((0.875, 0.876), (0.874, 0.1), (0.1, 0.9)):
         pair.velocity(model, sigma)
-    for each in hooks:
-        each.remove()
+    for hook in hooks:
+        hook.remove()
     assert calls == ["transformer", "transformer_2", "transformer", "transformer_2"]
 
 
 def test_gradients_stay_in_the_transformer_of_the_noise_level(pair: Built) -> None:
     model = pair.load()
     pair.velocity(model, (0.5, 0.3)).square().sum().backward()
-    assert all(each.grad is None for each in model.denoiser.transformer.parameters())
-    assert all(each.grad is not None for each in model.denoiser.transformer_2.parameters())
+    assert all(parameter.grad is None for parameter in model.denoiser.transformer.parameters())
+    assert all(parameter.grad is not None for parameter in model.denoiser.transformer_2.parameters())
 
 
 def test_guidance_of_low_noise_may_differ(pair: Built) -> None:
@@ -288,21 +288,21 @@ def test_both_transformers_are_saved_under_their_names(pair: Built, tmp_path: Pa
         model.denoiser.transformer_2.proj_out.bias.add_(1.0)
     export_model(model, None, tmp_path / "out", ALONE)
     pipeline = diffusers.WanPipeline.from_pretrained(tmp_path / "out")
-    for name, each in model.denoiser.named_children():
+    for name, module in model.denoiser.named_children():
         for key, tensor in getattr(pipeline, name).state_dict().items():
-            assert torch.equal(tensor, each.state_dict()[key]), (name, key)
+            assert torch.equal(tensor, module.state_dict()[key]), (name, key)
 
 
 def test_weights_on_meta_are_read_from_both_folders(pair: Built, tmp_path: Path) -> None:
     model = pair.load(init_device="meta")
-    assert all(each.is_meta for each in model.denoiser.parameters())
+    assert all(parameter.is_meta for parameter in model.denoiser.parameters())
     model.parallelize(ALONE, TrainConfig(output_dir=str(tmp_path)))
     assert torch.equal(pair.velocity(model), pair.velocity(pair.model))
 
 
 def test_trained_weights_of_both_are_float32(pair: Built) -> None:
     model = pair.load(dtype="bf16")
-    assert {each.dtype for each in model.denoiser.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in model.denoiser.parameters()} == {torch.float32}
     assert model.pipeline.text_encoder.dtype == torch.bfloat16
 
 
@@ -336,9 +336,10 @@ def test_the_task_trains_both_on_images(pair: Built, tmp_path: Path) -> None:
     config["model"] = {"model_path": str(pair.folder), "max_sequence_length": pair.tokens}
     folder = run_task_here("train_dit", config)
     pipeline = diffusers.WanPipeline.from_pretrained(folder / "hf_ckpt")
-    for name, each in pair.model.denoiser.named_children():
+    for name, module in pair.model.denoiser.named_children():
         changed = [
-            not torch.equal(a, b) for a, b in zip(each.parameters(), getattr(pipeline, name).parameters(), strict=True)
+            not torch.equal(a, b)
+            for a, b in zip(module.parameters(), getattr(pipeline, name).parameters(), strict=True)
         ]
         assert all(changed), name
 

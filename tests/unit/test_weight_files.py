@@ -70,20 +70,20 @@ def deepseek() -> nn.Module:
     return module
 
 
-def assert_equal(found: nn.Module, expected: nn.Module) -> None:
+def assert_equal(module: nn.Module, expected: nn.Module) -> None:
     """Weights and all buffers, also those in no file."""
-    left, right = (each.state_dict() | dict(each.named_buffers()) for each in (found, expected))
+    left, right = (each.state_dict() | dict(each.named_buffers()) for each in (module, expected))
     assert left.keys() == right.keys()
-    assert [name for name, each in left.items() if not torch.equal(each, right[name])] == []
+    assert [name for name, value in left.items() if not torch.equal(value, right[name])] == []
 
 
 def refusal(module: nn.Module, files: Path, **arguments: object) -> str:
     """The error of loading, which changed nothing."""
-    before = {name: each.clone() for name, each in module.state_dict().items()}
+    before = {name: weight.clone() for name, weight in module.state_dict().items()}
     with pytest.raises(ConfigError) as caught:
         load_weights(module, files, ALONE, **arguments)
     after = module.state_dict()
-    assert all(each.is_meta or torch.equal(each, after[name]) for name, each in before.items())
+    assert all(value.is_meta or torch.equal(value, after[name]) for name, value in before.items())
     return str(caught.value)
 
 
@@ -101,7 +101,7 @@ def test_models_on_meta_get_what_transformers_saved(build: Callable[[], nn.Modul
     truth = build()
     truth.save_pretrained(tmp_path, **saving)
     module = build_on_meta(build)
-    assert all(each.is_meta for each in module.parameters())
+    assert all(parameter.is_meta for parameter in module.parameters())
     load_weights(module, tmp_path, ALONE)
     assert_equal(module, truth)
     tied = truth.get_output_embeddings().weight is truth.get_input_embeddings().weight
@@ -113,7 +113,7 @@ def test_models_on_meta_get_what_transformers_saved(build: Callable[[], nn.Modul
 def test_experts_are_stored_one_by_one(tmp_path: Path):
     mixtral().save_pretrained(tmp_path)
     names = load_file(tmp_path / "model.safetensors").keys()
-    assert any("experts.11.w1" in each for each in names) and not any("gate_up" in each for each in names)
+    assert any("experts.11.w1" in name for name in names) and not any("gate_up" in name for name in names)
 
 
 def test_a_model_without_its_head_fills_one_with_it(tmp_path: Path):
@@ -192,13 +192,13 @@ def test_dtypes_are_the_modules(tmp_path: Path):
     truth.save_pretrained(tmp_path)
     module = build_on_meta(qwen)
     load_weights(module, tmp_path, ALONE)
-    assert {each.dtype for each in module.parameters()} == {torch.float32}
+    assert {parameter.dtype for parameter in module.parameters()} == {torch.float32}
     expected = truth.float().state_dict()
-    assert [name for name, each in module.state_dict().items() if not torch.equal(each, expected[name])] == []
+    assert [name for name, weight in module.state_dict().items() if not torch.equal(weight, expected[name])] == []
 
 
 def test_names_can_be_given(tmp_path: Path):
-    tensors = {f"net.{name}": each for name, each in qwen().state_dict().items()}
+    tensors = {f"net.{name}": weight for name, weight in qwen().state_dict().items()}
     save_file(tensors, tmp_path / "mine.safetensors")
     for rename in (lambda name: name.removeprefix("net."), {name: name.removeprefix("net.") for name in tensors}):
         for files in (
@@ -216,7 +216,7 @@ def test_names_can_be_given(tmp_path: Path):
 def test_errors_name_the_tensors(tmp_path: Path):
     tensors = qwen().state_dict()
     path = tmp_path / "model.safetensors"
-    save_file({name: each for name, each in tensors.items() if ".mlp." not in name}, path)
+    save_file({name: tensor for name, tensor in tensors.items() if ".mlp." not in name}, path)
     message = refusal(qwen(), tmp_path)
     assert "the files have no model.layers.0.mlp.gate_proj.weight, model.layers.0.mlp.up_proj.weight" in message
     assert "and 1 more; is this the folder of another model?" in message
@@ -315,8 +315,8 @@ def test_adapters_beside_weights_on_meta(tmp_path: Path):
         adapted(module)
     load_weights(module, tmp_path, ALONE)
     assert_equal(module, adapted(qwen()))
-    assert [each.requires_grad for each in module.parameters()] == [
-        each.requires_grad for each in adapted(qwen()).parameters()
+    assert [parameter.requires_grad for parameter in module.parameters()] == [
+        parameter.requires_grad for parameter in adapted(qwen()).parameters()
     ]
     trained = whole_weights(module, ALONE, only_trainable=True)
     assert len(trained) == 4 and all("lora" in each for each in trained)

@@ -74,13 +74,13 @@ def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Chunk]:
     """Boxes of a tensor that is cut in every dimension, unevenly; each is a piece of its own."""
     along = []
     for size, count in zip(shape, cuts, strict=True):
-        starts = [size * each * each // count**2 for each in range(count)] + [size]
+        starts = [size * index * index // count**2 for index in range(count)] + [size]
         along.append([(start, stop - start) for start, stop in itertools.pairwise(starts)])
-    found = []
+    results = []
     for spans in itertools.product(*along):
         sizes = tuple(each for _, each in spans)
-        found.append(Chunk(tuple(each for each, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
-    return found
+        results.append(Chunk(tuple(each for each, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
+    return results
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -91,7 +91,7 @@ def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Chunk]:
 def test_checksums_of_pieces_add_up(shape, cuts, dtype):
     tensor = values(shape, dtype)
     boxes = grid(shape, cuts)
-    parts = [tensor[slices(each.offsets, each.sizes)] for each in boxes]
+    parts = [tensor[slices(box.offsets, box.sizes)] for box in boxes]
     total = sum(int(shard_checksum(shape, part, [box])) for part, box in zip(parts, boxes, strict=True))
     assert total % MODULUS == tensor_checksum(tensor)
 
@@ -169,15 +169,15 @@ def test_two_signs_and_what_is_swapped_between_blocks_are_seen():
 @pytest.mark.parametrize("cut", [0, 1, BLOCK - 1, BLOCK, BLOCK + 7, 3 * BLOCK + 100])
 def test_long_tensors_are_taken_block_by_block(cut, dtype):
     tensor = values((5, BLOCK), dtype)
-    flat, found = tensor.flatten(), 0
+    flat, result = tensor.flatten(), 0
     for start, stop in ((0, cut), (cut, flat.numel())):
         position = start
         for offsets, sizes in chunks_of_range(tensor.shape, start, stop):
             count = torch.Size(sizes).numel()
             place = (slice(position - start, position - start + count),)
-            found += int(shard_checksum(tensor.shape, flat[start:stop], [Chunk(offsets, sizes, place)]))
+            result += int(shard_checksum(tensor.shape, flat[start:stop], [Chunk(offsets, sizes, place)]))
             position += count
-    assert found % MODULUS == tensor_checksum(tensor)
+    assert result % MODULUS == tensor_checksum(tensor)
     columns = sum(
         int(
             shard_checksum(tensor.shape, tensor[:, part], [Chunk((0, part.start), (5, part.stop - part.start), (...,))])
@@ -243,19 +243,19 @@ def test_buckets_are_full_aligned_and_hold_large_tensors_alone():
     shapes = {"a": (3,), "b": (5,), "large": (100,), "c": (2, 2), "empty": (0, 3), "scalar": ()}
     specs = {name: Spec(shape, torch.bfloat16 if name == "b" else torch.float32) for name, shape in shapes.items()}
     buckets = plan_buckets(specs, 64)
-    assert [[each.name for each in bucket.items] for bucket in buckets] == [
+    assert [[item.name for item in bucket.items] for bucket in buckets] == [
         ["a", "b"],
         ["large"],
         ["c", "empty", "scalar"],
     ]
-    assert [each.num_bytes for each in buckets] == [26, 400, 20]
+    assert [bucket.num_bytes for bucket in buckets] == [26, 400, 20]
     memory = torch.zeros(400, dtype=torch.uint8)
     for bucket in buckets:
-        found = dict(bucket.tensors(memory))
-        for index, (name, each) in enumerate(found.items()):
-            assert each.shape == specs[name].shape and each.dtype == specs[name].dtype
-            each.fill_(index + 1)
-        assert all((each == index + 1).all() for index, each in enumerate(found.values()))
+        result = dict(bucket.tensors(memory))
+        for index, (name, value) in enumerate(result.items()):
+            assert value.shape == specs[name].shape and value.dtype == specs[name].dtype
+            value.fill_(index + 1)
+        assert all((value == index + 1).all() for index, value in enumerate(result.values()))
     assert plan_buckets({}, 64) == ()
 
 
@@ -291,9 +291,9 @@ class Peer:
 
 def change(peer: Peer, value: float) -> None:
     with torch.no_grad():
-        for each in peer.received_module.parameters():
-            if each.requires_grad:
-                each.add_(value)
+        for parameter in peer.received_module.parameters():
+            if parameter.requires_grad:
+                parameter.add_(value)
 
 
 def equal(first: Peer, second: Peer) -> bool:
@@ -403,15 +403,17 @@ def test_weights_that_are_not_finite_are_not_sent(transport, tmp_path):
     actor, sampler = Peer(), Peer()
     sync = WeightSync(Here(actor), Here(sampler), transport, folder=tmp_path)
     sync.publish(1)
-    before = {name: each.clone() for name, each in sampler.received_module.state_dict().items()}
+    before = {name: weight.clone() for name, weight in sampler.received_module.state_dict().items()}
     change(actor, 0.1)
     with actor.sent_weights(2) as module, torch.no_grad():
-        name, weight = next((name, each) for name, each in module.named_parameters() if each.requires_grad)
+        name, weight = next(
+            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+        )
         weight.view(-1)[-1] = float("nan")
     with pytest.raises(NonFiniteError, match=rf"version 2 in the actor .*{name}.*not sent"):
         sync.publish(2)
     assert sampler.version == 1
-    assert all(torch.equal(each, before[name]) for name, each in sampler.received_module.state_dict().items())
+    assert all(torch.equal(weight, before[name]) for name, weight in sampler.received_module.state_dict().items())
 
 
 @pytest.mark.parametrize("name", ["2.weight", "1.running_mean"])
@@ -720,11 +722,11 @@ def test_a_pipeline_of_stages_is_refused_on_both_sides() -> None:
 def test_tensors_see_the_dtype_that_the_sampler_has():
     peer = Peer()
     parameters = dict(peer.received_module.named_parameters())
-    specs = {name: Spec(tuple(each.shape), torch.bfloat16) for name, each in parameters.items()}
+    specs = {name: Spec(tuple(parameter.shape), torch.bfloat16) for name, parameter in parameters.items()}
     shards = Shards(peer.received_module, peer.mesh, parameters)
-    found = local_checksums(shards, peer.mesh.device, parameters, specs=specs)
-    assert found["0.weight"][1] == tensor_checksum(parameters["0.weight"].detach().bfloat16())
-    assert found["0.weight"][0] == (((0, 0), (5, 6)),)
+    result = local_checksums(shards, peer.mesh.device, parameters, specs=specs)
+    assert result["0.weight"][1] == tensor_checksum(parameters["0.weight"].detach().bfloat16())
+    assert result["0.weight"][0] == (((0, 0), (5, 6)),)
 
 
 def test_what_the_driver_is_told_is_equally_long_whatever_the_checksums():

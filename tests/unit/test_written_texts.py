@@ -86,17 +86,17 @@ parts: [{{type: told, name: {word}}}]
 """
     part = f"{{type: told, name: {word}}}"
     overrides = ["--text", word, f"--path={word}", "--texts.1", word, "--by_name.k", word, "--inner.name", word]
-    found = load(content, tmp_path)
-    assert (found.text, found.path, found.maybe, found.texts, found.pair) == (
+    result = load(content, tmp_path)
+    assert (result.text, result.path, result.maybe, result.texts, result.pair) == (
         word,
         word,
         word,
         [word, word, "a"],
         (word, 3),
     )
-    assert found.by_name == {word: word}
-    assert (found.inner.name, found.inners[0].name) == (word, word)
-    assert (found.part.name, found.part.words, found.part.note, found.parts[0].name) == (word, [word], word, word)
+    assert result.by_name == {word: word}
+    assert (result.inner.name, result.inners[0].name) == (word, word)
+    assert (result.part.name, result.part.words, result.part.note, result.parts[0].name) == (word, [word], word, word)
     said = load("texts: [a, b]\n", tmp_path, *overrides, "--part", part, "--parts", f"[{part}]")
     assert (said.text, said.path, said.texts, said.by_name) == (word, word, ["a", word], {"k": word})
     assert (said.inner.name, said.part.name, said.parts[0].name) == (word, word, word)
@@ -106,10 +106,10 @@ parts: [{{type: told, name: {word}}}]
 
 def test_values_of_other_fields_are_what_yaml_says(tmp_path: Path) -> None:
     content = "switch: yes\nnumber: 1e-5\ncount: 1_000\nnumbers_by_name: {a: 3}\nanything: {a: no, b: 2}\nmaybe: null\n"
-    found = load(content + "number_or_auto: 5\ntext_or_number: 5\npart: {type: told, scale: 2, note: ~}\n", tmp_path)
-    assert (found.switch, found.number, found.count, found.numbers_by_name) == (True, 1e-5, 1000, {"a": 3.0})
-    assert (found.anything, found.maybe, found.part.note) == ({"a": False, "b": 2}, None, None)
-    assert (found.number_or_auto, found.text_or_number, found.part.scale) == (5.0, 5, 2.0)
+    result = load(content + "number_or_auto: 5\ntext_or_number: 5\npart: {type: told, scale: 2, note: ~}\n", tmp_path)
+    assert (result.switch, result.number, result.count, result.numbers_by_name) == (True, 1e-5, 1000, {"a": 3.0})
+    assert (result.anything, result.maybe, result.part.note) == ({"a": False, "b": 2}, None, None)
+    assert (result.number_or_auto, result.text_or_number, result.part.scale) == (5.0, 5, 2.0)
     assert load("number_or_auto: auto\n", tmp_path).number_or_auto == "auto"
     assert load("choice: no\n", tmp_path).choice == "no"
     assert load("", tmp_path, "--choice", "5").choice == "5"
@@ -144,8 +144,8 @@ def test_what_looks_like_a_comment_in_an_override_arrives(value: str, tmp_path: 
 
 def test_aliases_and_merged_mappings_are_texts_as_well(tmp_path: Path) -> None:
     content = "text: &word no\ntexts: [*word, on]\nanything: &more {name: off}\ninner:\n  <<: *more\n"
-    found = load(content, tmp_path)
-    assert (found.text, found.texts, found.inner.name) == ("no", ["no", "on"], "off")
+    result = load(content, tmp_path)
+    assert (result.text, result.texts, result.inner.name) == ("no", ["no", "on"], "off")
 
 
 def test_words_of_a_described_tokenizer_are_texts(tmp_path: Path) -> None:

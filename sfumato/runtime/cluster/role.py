@@ -117,7 +117,7 @@ class RayRole:
         The future raises ValuesLostError, which names the role that made them, when some are lost.
         """
         return self._issue(
-            arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), brings=True, kind="sync"
+            arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), brings=True, kind="load"
         )
 
     def wait_ready(self) -> None:

@@ -16,9 +16,7 @@ from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
 from sfumato.runtime.weight_sync.rescoring import Rescored
 from sfumato.runtime.weight_sync.sender import Handshake, Sent
 from sfumato.runtime.weight_sync.transports import Settings, sending_side
-
-SYNC = "sync"
-"""Kind of work in the timeline."""
+from sfumato.tracking.timeline import SYNC
 
 SHARED = "shared"
 """Name of the transport in reports when the sampler is the actor."""
