@@ -1,7 +1,8 @@
 """Every recipe of RL on every tiny model family: an iteration of the real task each, as a table.
 
-``python -m tests.survey.recipes`` prints it, with names that of these families alone. The slow cells of
-``tests/unit/test_recipes.py`` look closer and take several times as long; sounds are here alone.
+``python -m tests.survey.recipes`` prints it, with names that of these families alone; those whose packages are not
+installed are left out. The slow cells of ``tests/unit/test_recipes.py`` look closer and take several times as long;
+sounds are here alone.
 
 A cell trains if the iteration's numbers are finite, a gradient other than zero reached the weights, and what was
 replayed agrees with what was drawn. It is refused where a ConfigError says so.
@@ -124,7 +125,10 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="names of rows; without them all that can run here")
     parser.add_argument("--recipes", nargs="*", default=[*DIFFUSION_RECIPES])
     arguments = parser.parse_args()
-    names = arguments.families or [name for name, row in ROWS.items() if not row.needs or find_spec(row.needs)]
+    names = arguments.families or [*ROWS]
+    for name in [name for name in names if ROWS[name].needs and not find_spec(ROWS[name].needs)]:
+        print(f"{name} is left out: it needs {ROWS[name].needs}", flush=True)
+        names.remove(name)
     counted = DenoiserFlops(forward=1, training=3)  # rates of operations are not looked at
     with mock.patch("tests.tiny.flops_counted_once", return_value=counted):
         outcomes = {name: survey(name, arguments.recipes, lambda line: print(line, flush=True)) for name in names}
