@@ -31,6 +31,12 @@ from sfumato.tracking.waveforms import Waveform
 
 Verdict = Literal["identical", "different", "other weights"]
 
+COMPARED_ENTRIES = (
+    *("device", "cpu_kernels", "cpu_threads", "float32_products", "platform", "num_processes"),
+    *("git_commit", "source_code"),
+)
+"""Entries of ``environment.json`` that may explain other bits."""
+
 COMPARED_PACKAGES = ("torch", "diffusers", "transformers", "peft")
 """Packages whose version may change bits."""
 
@@ -307,7 +313,7 @@ def _reasons(recorded: RecordedSample, device: torch.device) -> list[str]:
     then = read_environment(recorded.run.folder)
     now = environment_of(Mesh(Layout(), device))
     lines = []
-    for name in ("device", "cpu_kernels", "cpu_threads", "float32_products", "platform", "num_processes", "git_commit"):
+    for name in COMPARED_ENTRIES:
         if name in then and then[name] != now[name]:
             lines.append(f"{name.replace('_', ' ')}: {then[name]} in the run, {now[name]} here")
     packages = then.get("packages")

@@ -35,6 +35,7 @@ from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mappin
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.next_steps import finished_lines, rerun_command
+from sfumato.tracking.source_code import code_digest
 
 if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
@@ -59,6 +60,7 @@ def environment_of(mesh: Mesh) -> dict[str, object]:
         "python": platform.python_version(),
         "packages": versions,
         "git_commit": commit or None,
+        "source_code": code_digest(),
         "platform": platform.platform(),
         "cpu_count": os.cpu_count(),
         "cpu_threads": torch.get_num_threads(),
@@ -147,10 +149,15 @@ def run_date(train: TrainConfig) -> datetime.date:
     """
     wanted = train.load_checkpoint_path
     if wanted not in (None, "new"):
-        folder = Path(train.output_dir) if wanted == "auto" else Path(wanted).absolute().parent.parent
+        folder = _folder_of_checkpoint(wanted, train.output_dir)
         with contextlib.suppress(TypeError, ValueError):
             return datetime.date.fromisoformat(read_environment(folder).get(DATE))  # type: ignore[arg-type]
     return _today(str(train.output_dir))
+
+
+def _folder_of_checkpoint(wanted: str, output_dir: str | Path) -> Path:
+    """The folder of the run that a value of ``train.load_checkpoint_path`` goes on from."""
+    return Path(output_dir) if wanted == "auto" else Path(wanted).absolute().parent.parent
 
 
 @functools.cache
@@ -225,6 +232,10 @@ class RunFolder:
                 f"{self.wanted} is of step {from_step}, and this run ends after {total_steps}: nothing is left to do. "
                 f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
             )
+        if self.wanted not in (None, "new") and from_step:
+            before = read_environment(_folder_of_checkpoint(self.wanted, self.path)).get("source_code")
+            if before not in (None, environment.get("source_code")):
+                self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
         if self._moves:
             self._move_aside()
         if self.wanted not in (None, "new"):

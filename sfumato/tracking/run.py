@@ -32,6 +32,7 @@ from sfumato.tracking.model_card import CARD, write_card
 from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries, say_messages
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
+from sfumato.tracking.source_code import SourceWatch, check_same_code
 from sfumato.tracking.timeline import Event, Phase, Timeline
 from sfumato.tracking.trackers import Trackers, build_trackers, check_trackers
 
@@ -94,6 +95,7 @@ class Run:
         self._signs_said: set[str] = set()
         self._graphs_said = compiler_figures().get("compile/graphs", 0)
         self._idle = IdleIterations()
+        self._source_watch: SourceWatch | None = None
         self._report_due = 0.0
         self._step_started = time.perf_counter()
 
@@ -128,6 +130,7 @@ class Run:
         self.total_steps = total_steps
         self._claim(total_steps, from_step)
         self._enabled = self.mesh.is_first
+        self._source_watch = SourceWatch() if self._enabled and self.folder is not None else None
         self._progress = Progress(total_steps, from_step, self.label, enabled=self._enabled)
         if self._enabled:
             drop_samples_after(self.output_dir, from_step)
@@ -222,6 +225,8 @@ class Run:
             shown["tokens/s"] = rates["throughput/tokens_per_s"]
         self._progress.update(step, **shown)
         if text := self._idle.note(step, metrics):
+            self.say(text)
+        if self._source_watch is not None and (text := self._source_watch.look()):
             self.say(text)
 
     def sync(self) -> str:
@@ -495,6 +500,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     train = config.train  # type: ignore[attr-defined]
     check_trackers(train.trackers)
     check_shared(Path(train.output_dir), mesh)
+    check_same_code(mesh)
     quiet_libraries()
     early: list[str] = []
     folder = _take_folder(config, mesh, early)

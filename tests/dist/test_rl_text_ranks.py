@@ -100,10 +100,7 @@ PARTIAL_MESHES: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.mark.parametrize(
     "mesh",
-    [
-        pytest.param(mesh_name, marks=() if mesh_name == "ddp" else pytest.mark.slow)
-        for mesh_name in PARTIAL_MESHES
-    ],
+    [pytest.param(mesh_name, marks=() if mesh_name == "ddp" else pytest.mark.slow) for mesh_name in PARTIAL_MESHES],
 )
 def test_ranks_share_answers_that_are_under_way(mesh: str, ranks: RankPool, tmp_path: Path) -> None:
     """They take the groups of one process, and what they have saved one process goes on with."""

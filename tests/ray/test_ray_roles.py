@@ -341,6 +341,21 @@ def test_processes_must_see_the_run_folder(cluster: Cluster, group: RayGroup, mo
     role.close()
 
 
+def test_processes_have_the_code_of_the_run(
+    cluster: Cluster, group: RayGroup, pool: RayPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = {**role_module.versions("ray"), role_module.CODE: "0123"}
+    monkeypatch.setattr(role_module, "versions", lambda *packages: others)
+    refused = cluster.group("other", functions.build, "others", TRAIN, PoolConfig(cpus=0.1))
+    with pytest.raises(ConfigError, match=r"role other runs, has source code of sfumato \w+ \(0123 here\): install"):
+        refused.call(functions.remember, 1, 0.0).result()
+    refused.close()
+    os.kill(pool.processes[0].identity.pid, signal.SIGKILL)
+    assert [pool.call(functions.environment).result()["WORLD_SIZE"] for _ in range(4)] == ["1"] * 4
+    said = (cluster.run.output_dir / "log.txt").read_text()
+    assert "has other source code of sfumato now than the run was begun with" in said
+
+
 def test_a_run_that_is_stopped_while_a_role_is_built(cluster: Cluster, group: RayGroup) -> None:
     role = cluster.group("reader", functions.build, None, TRAIN, PoolConfig(cpus=0.5))
     cluster.run.stop_requested = True

@@ -21,9 +21,10 @@ from sfumato.runtime.cluster.process import (
     RolePlan,
     RoleProcess,
 )
-from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store, versions
+from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
 from sfumato.runtime.roles import OTHER
 from sfumato.tracking.shared_folder import Token
+from sfumato.tracking.source_code import CODE, describe_difference, versions
 
 if TYPE_CHECKING:
     from sfumato.runtime.cluster.process import Shipped
@@ -253,19 +254,20 @@ class RayRole:
             token.close()
             if problem:
                 self.fail(ConfigError(problem))
-        driver_versions = versions()
+        driver_versions = versions("ray")
         for part in identifying.parts:
             part.process.identity = part.value
-            process_versions = part.value.versions
-            if different := [
-                f"{name} {process_versions[name]} ({driver_versions[name]} here)"
-                for name in driver_versions
-                if process_versions[name] != driver_versions[name]
-            ]:
+            where = f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has"
+            process_versions = dict(part.value.versions)
+            if self.num_restarts and process_versions[CODE] != driver_versions[CODE]:
+                # Files may have been edited since the run began, which is no reason to lose it.
+                process_versions[CODE] = driver_versions[CODE]
+                self.loop.run.say(f"{where} other source code of sfumato now than the run was begun with")
+            if different := describe_difference(process_versions, driver_versions):
                 self.fail(
                     ConfigError(
-                        f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has "
-                        f"{', '.join(different)}: install the same versions on all machines of the cluster"
+                        f"{where} {different}: install the same versions on all machines of the cluster, or let them "
+                        "see one checkout"
                     )
                 )
         self.loop.write_processes()

@@ -6,10 +6,8 @@ This module imports neither torch nor ray, since the number of CPU threads must 
 from __future__ import annotations
 
 import faulthandler
-import importlib.metadata
 import os
 import pickle
-import platform
 import signal
 import socket
 import sys
@@ -25,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
+from sfumato.tracking.source_code import versions
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -306,15 +305,7 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
         from sfumato.tracking.shared_folder import answer
 
         folder = answer(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
-    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions(), folder)
-
-
-def versions() -> dict[str, str]:
-    """Versions of the packages that must be the same on all machines."""
-    import sfumato
-
-    package_versions = {name: importlib.metadata.version(name) for name in ("ray", "torch")}
-    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **package_versions}
+    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions("ray"), folder)
 
 
 def arrive(worker: RoleWorker) -> None:
