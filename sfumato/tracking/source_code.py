@@ -15,6 +15,7 @@ import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import sfumato
@@ -132,6 +133,9 @@ def _imported_files() -> Iterator[Path]:
     """Files of imported modules that belong neither to Python nor to an installed package."""
     installed = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
     for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
+        # of the module's own dictionary: to ask a module that loads its parts late for an attribute may load something
+        file = module.__dict__.get("__file__") if isinstance(module, ModuleType) else None
         if isinstance(file, str) and file.endswith(".py") and not file.startswith(installed):
-            yield Path(file)
+            path = Path(file)
+            if path.is_absolute():  # torch has modules with made-up names
+                yield path
