@@ -208,7 +208,8 @@ def test_a_sampler_that_is_killed_with_its_engine_draws_the_same_tokens(
 def test_nothing_is_left_of_a_run_that_is_ended(ending: str, model: Path, tmp_path: Path) -> None:
     with EngineRun(write_config(config_of(tmp_path, model), tmp_path / "run.yaml")) as run:
         run.wait_until(lambda: run.step >= 1)
-        run.wait_until(lambda: is_drawing(run.owners()[0]))
+        first, _ = run.owners()
+        run.wait_until(lambda: is_drawing(first))
         if ending == "SIGKILL":
             run.driver.kill()
         else:  # the terminal signals all processes of the foreground
