@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import platform
 import socket
 import sys
 import sysconfig
@@ -58,8 +57,9 @@ def versions(*packages: str) -> dict[str, str]:
     Args:
         packages: installed packages whose versions count besides those of Python and torch.
     """
+    python = "{}.{}".format(*sys.version_info)
     of_packages = {name: importlib.metadata.version(name) for name in ("torch", *packages)}
-    return {"python": platform.python_version(), "sfumato": sfumato.__version__, **of_packages, CODE: code_digest()}
+    return {"python": python, "sfumato": sfumato.__version__, **of_packages, CODE: code_digest()}
 
 
 def describe_difference(versions_there: dict[str, str], versions_here: dict[str, str]) -> str:
