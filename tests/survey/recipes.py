@@ -113,14 +113,14 @@ def survey(name: str, recipes: Iterable[str], say: Callable[[str], None]) -> dic
         pipeline = build_folder(name, folder)
         for recipe in recipes:
             start = time.monotonic()
-            outcomes[recipe] = run_cell(name, recipe, pipeline, folder)
-            say(f"{name} {recipe}: {outcomes[recipe][0]}, {time.monotonic() - start:.1f} s")
+            outcome, reason = outcomes[recipe] = run_cell(name, recipe, pipeline, folder)
+            say(f"{name} {recipe}: {outcome}, {time.monotonic() - start:.1f} s{reason and f': {reason}'}")
             shutil.rmtree(folder / "run", ignore_errors=True)
     return outcomes
 
 
 def main() -> None:
-    """Prints a line for each cell, then a table of families and the reasons of cells that do not train."""
+    """Prints a line for each cell, with the reason where it does not train, then a table of families."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("families", nargs="*", help="names of rows; without them all that can run here")
     parser.add_argument("--recipes", nargs="*", default=[*DIFFUSION_RECIPES])
@@ -136,10 +136,6 @@ def main() -> None:
     for name, cells in outcomes.items():
         counts = [sum(outcome == kind for outcome, _ in cells.values()) for kind in (TRAINS, REFUSED, FAILED)]
         print(f"| {name} | {' | '.join(map(str, counts))} |")
-    for name, cells in outcomes.items():
-        for recipe, (outcome, reason) in cells.items():
-            if reason:
-                print(f"\n{name} {recipe}: {outcome}: {reason}")
 
 
 if __name__ == "__main__":
