@@ -63,11 +63,11 @@ def versions(*packages: str) -> dict[str, str]:
 
 
 def describe_difference(versions_there: dict[str, str], versions_here: dict[str, str]) -> str:
-    """What differs, with the values of both; empty if nothing does."""
+    """What differs, with the values of both; empty if nothing does. Other releases may name other things."""
     return ", ".join(
-        f"{name} {versions_there[name]} ({version} here)"
+        f"{name} {versions_there.get(name, 'unknown')} ({version} here)"
         for name, version in versions_here.items()
-        if versions_there[name] != version
+        if versions_there.get(name) != version
     )
 
 

@@ -63,6 +63,8 @@ def test_machines_with_other_code_or_versions_are_named() -> None:
     with pytest.raises(ConfigError, match=r"second-host has torch 1.0 "):
         check_same_code(GatheringMesh({**same, "torch": "1.0"}))
     assert describe_difference(same, same) == ""
+    older = {name: version for name, version in same.items() if name != CODE}
+    assert describe_difference(older, same) == f"{CODE} unknown ({same[CODE]} here)", "a release without the digest"
 
 
 def test_edited_files_are_named_once(package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
