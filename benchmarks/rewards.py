@@ -127,7 +127,7 @@ def compare(ways: dict[str, Way], samples: list[Sample], options: argparse.Names
     return {
         name: {
             "samples_per_s": statistics.median(rate),
-            "ratio": statistics.median(rate / one for rate, one in zip(rate, base, strict=True)),
+            "ratio": statistics.median(here / there for here, there in zip(rate, base, strict=True)),
         }
         for name, rate in rates.items()
     }

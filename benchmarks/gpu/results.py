@@ -55,7 +55,7 @@ class Writer:
 def rounded(value: Any) -> Any:
     """Numbers to five digits, which is more than a measurement has; those that are not finite as text."""
     if isinstance(value, dict):
-        return {str(key): rounded(value) for key, value in value.items()}
+        return {str(key): rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [rounded(each) for each in value]
     if isinstance(value, float):

@@ -132,7 +132,7 @@ def test_what_is_hidden_in_a_diffusion_transformer():
     for kind, block in (("sd3", "transformer_blocks."), ("flux", "transformer_blocks."), ("wan", "blocks.")):
         module = build(kind)
         result = hidden_matrices(module)
-        linear = {f"{name}.weight" for name, module in module.named_modules() if isinstance(module, nn.Linear)}
+        linear = {f"{name}.weight" for name, layer in module.named_modules() if isinstance(layer, nn.Linear)}
         assert result == {name for name in linear if block in name}, kind  # no patch embedding, no final projection
     assert "blocks.0.scale_shift_table" in dict(build("wan").named_parameters())  # three-dimensional, but no experts
 

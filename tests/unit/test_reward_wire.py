@@ -202,7 +202,7 @@ def test_messages_hold_plain_types_only():
 
     def plain(value):
         if isinstance(value, dict):
-            return all(isinstance(key, str) and plain(value) for key, value in value.items())
+            return all(isinstance(key, str) and plain(item) for key, item in value.items())
         if isinstance(value, list):
             return all(map(plain, value))
         return value is None or type(value) in (str, bytes, int, float, bool)
