@@ -115,6 +115,64 @@ def test_alphas_of_others_are_multiplied_in():
     assert torch.equal(up @ down, torch.full((4, 3), 1.0))
 
 
+def kohya_pair(name, rows, columns, alpha):
+    generator = torch.Generator().manual_seed(len(name))
+    return {
+        f"{name}.lora_down.weight": torch.randn(2, columns, generator=generator),
+        f"{name}.lora_up.weight": torch.randn(rows, 2, generator=generator),
+        f"{name}.alpha": torch.tensor(alpha),
+    }
+
+
+def test_layers_of_flux_outside_of_the_blocks_keep_their_place_and_scale():
+    names = {
+        "img_in": "x_embedder",
+        "final_layer_linear": "proj_out",
+        "double_blocks_3_img_attn_proj": "transformer_blocks.3.attn.to_out.0",
+    }
+    stored = {}
+    for name in names:
+        stored |= kohya_pair(f"lora_unet_{name}", 4, 3, alpha=0.5)
+    back = from_kohya(stored)
+    assert {name.partition(".lora")[0] for name in back} == {f"transformer.{layer}" for layer in names.values()}
+    for name, layer in names.items():
+        down, up = (stored[f"lora_unet_{name}.lora_{matrix}.weight"] for matrix in ("down", "up"))
+        assert torch.equal(
+            back[f"transformer.{layer}.lora_B.weight"] @ back[f"transformer.{layer}.lora_A.weight"],
+            up @ down * 0.25,
+        )
+
+
+def test_stable_diffusion_xl_has_the_names_of_its_original():
+    """The layers of the published model, whose places in diffusers its conversion script gives."""
+    names = {
+        "input_blocks_4_1_transformer_blocks_0_attn1_to_q": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+        "input_blocks_8_1_proj_in": "down_blocks.2.attentions.1.proj_in",
+        "middle_block_1_transformer_blocks_9_ff_net_2": "mid_block.attentions.0.transformer_blocks.9.ff.net.2",
+        "output_blocks_5_1_transformer_blocks_1_attn2_to_out_0": (
+            "up_blocks.1.attentions.2.transformer_blocks.1.attn2.to_out.0"
+        ),
+    }
+    stored = {}
+    for name in names:
+        stored |= kohya_pair(f"lora_unet_{name}", 4, 3, alpha=1.0)
+    stored |= kohya_pair("lora_te2_text_model_encoder_layers_0_mlp_fc1", 4, 3, alpha=1.0)
+    back = from_kohya(stored)
+    unet = {name.partition(".lora")[0] for name in back if name.startswith("unet.")}
+    assert unet == {f"unet.{layer}" for layer in names.values()}
+    for name, layer in names.items():
+        assert torch.equal(back[f"unet.{layer}.lora_A.weight"], stored[f"lora_unet_{name}.lora_down.weight"] / 2)
+    assert any(name.startswith("text_encoder_2.") for name in back)
+    with pytest.raises(ConfigError, match="names of two kinds"):
+        from_kohya(stored | kohya_pair("lora_unet_down_blocks_1_attentions_0_proj_in", 4, 3, alpha=1.0))
+
+
+def test_adapters_that_diffusers_would_lose_are_refused():
+    stored = kohya_pair("lora_unet_double_blocks_0_img_attn_proj", 4, 3, alpha=1.0)
+    with pytest.raises(ConfigError, match="lora_te3_encoder_block_0_layer_0_SelfAttention_q.*such as T5"):
+        from_kohya(stored | kohya_pair("lora_te3_encoder_block_0_layer_0_SelfAttention_q", 4, 3, alpha=1.0))
+
+
 def test_models_without_names_are_refused():
     layers = {"transformer.x.lora_A.weight": torch.ones(2, 2), "transformer.x.lora_B.weight": torch.ones(2, 2)}
     for name in ("StableDiffusion3Pipeline", "Flux2Pipeline", "ZImagePipeline"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
@@ -51,6 +52,12 @@ MLP_RATIO = 4
 """Rows of ``proj_mlp`` for each row of a query in a single block of FLUX.1."""
 
 SUPPORTED = "Stable Diffusion 1.5 and XL, FLUX.1, Qwen-Image and Wan"
+
+_ORIGINAL_UNET = re.compile(r"lora_unet_(input_blocks|middle_block|output_blocks)_")
+"""How layers are named by Stability's own code, whose names kohya's scripts have of Stable Diffusion XL."""
+
+LAYERS_PER_BLOCK = 2
+"""Of the UNet of Stable Diffusion XL."""
 
 
 def to_kohya(layers: Mapping[str, Tensor], pipeline_class: str) -> dict[str, Tensor]:
@@ -98,25 +105,48 @@ def from_kohya(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adapters by diffusers' names, with a scale of 1: alphas are multiplied into the matrices.
 
     Raises:
-        ConfigError: the names are of no model that is supported, or the file lacks a matrix.
+        ConfigError: the names are of no model that is supported, the file lacks a matrix, or it has adapters of an
+            encoder that diffusers gives none.
     """
     from diffusers.loaders import lora_conversion_utils as converters
 
     copy = {name: weight.clone() for name, weight in stored.items()}
     names = " ".join(copy)
+    if unread := next((name for name in copy if re.match(r"lora_te(?!_|1_|2_)", name)), None):
+        raise ConfigError(
+            f"{unread} is of a text encoder that diffusers gives no adapters, such as T5: what it has learned would be "
+            "lost without a word; remove the names that begin so if that is meant"
+        )
     try:
         if "lora_unet_transformer_blocks_" in names:
             return converters._convert_non_diffusers_qwen_lora_to_diffusers(copy)
         if re.search(r"lora_unet_blocks_\d+_(self_attn|cross_attn|ffn)_", names):
             return _from_wan(copy)
         if re.search(r"lora_unet_(double|single)_blocks_", names):
-            layers = converters._convert_kohya_flux_lora_to_diffusers(copy)
-            return _without_padding(layers)
+            return _from_flux(converters, copy)
         if re.search(r"lora_unet_(down|mid|up|input|middle|output)_block", names):
             return _from_stable_diffusion(converters, copy)
     except (KeyError, ValueError, AttributeError) as error:
         raise ConfigError(f"these adapters cannot be read as kohya's: {error}") from error
     raise ConfigError(f"these are no adapters with names of kohya's for {SUPPORTED}")
+
+
+def _from_flux(converters: object, stored: dict[str, Tensor]) -> dict[str, Tensor]:
+    # diffusers' converter forgets the alphas of the final layers, and the prefix of all layers outside of the blocks
+    for name in [key for key in stored if key.startswith("lora_unet_final_layer_") and key.endswith(".alpha")]:
+        _fold_alpha(stored, name.removesuffix(".alpha"))
+    layers = converters._convert_kohya_flux_lora_to_diffusers(stored)  # type: ignore[attr-defined]
+    prefixed = {
+        name if name.startswith(("transformer.", "text_encoder.")) else f"transformer.{name}": weight
+        for name, weight in layers.items()
+    }
+    return _without_padding(prefixed)
+
+
+def _fold_alpha(stored: dict[str, Tensor], layer: str) -> None:
+    """Multiplies the scale of a layer's adapter into its down matrix, and removes its alpha."""
+    down = f"{layer}.lora_down.weight"
+    stored[down] = stored[down] * (stored.pop(f"{layer}.alpha").item() / len(stored[down]))
 
 
 def _to_flux(layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -198,11 +228,13 @@ def _from_wan(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _from_stable_diffusion(converters: object, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     from diffusers.utils.state_dict_utils import convert_unet_state_dict_to_peft
 
-    alphas = {name.removesuffix(".alpha"): value.item() for name, value in stored.items() if name.endswith(".alpha")}
-    for name, alpha in alphas.items():
-        down = f"{name}.lora_down.weight"
-        stored[down] = stored[down] * (alpha / stored[down].shape[0])
-        del stored[f"{name}.alpha"]
+    for name in [key for key in stored if key.endswith(".alpha")]:
+        _fold_alpha(stored, name.removesuffix(".alpha"))
+    if any(map(_ORIGINAL_UNET.match, stored)):
+        if any(re.match(r"lora_unet_(down|up)_blocks_|lora_unet_mid_block_", name) for name in stored):
+            raise ValueError("layers of the UNet have names of two kinds, such as input_blocks and down_blocks")
+        rename = converters._maybe_map_sgm_blocks_to_diffusers  # type: ignore[attr-defined]
+        stored = rename(stored, SimpleNamespace(layers_per_block=LAYERS_PER_BLOCK))
     convert = converters._convert_non_diffusers_lora_to_diffusers  # type: ignore[attr-defined]
     layers, _ = convert(stored)
     return convert_unet_state_dict_to_peft(layers)
