@@ -213,7 +213,8 @@ def make_media_rows(folder: Path) -> Reader:
 def make_pictures(folder: Path) -> list[Reader]:
     from PIL import Image, PngImagePlugin
 
-    from sfumato.data.media.pictures import check_image, read_frames, read_image, read_size
+    from sfumato.data.media.pictures import check_image, read_image, read_size
+    from sfumato.data.media.videos import read_frames
 
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 20, 3), np.uint8))
     text = PngImagePlugin.PngInfo()
@@ -286,7 +287,7 @@ def make_sounds(folder: Path) -> list[Reader]:
 def make_videos(folder: Path) -> list[Reader]:
     import cv2
 
-    from sfumato.data.media.pictures import check_video, read_frames
+    from sfumato.data.media.videos import check_video, read_frames
 
     def read(content: bytes, place: Path) -> None:
         read_all(lambda: check_video(content, "row 1"), lambda: read_frames(content, 2, "row 1"))

@@ -21,7 +21,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.data.files.row_store import RowStore, RowWriter
 from sfumato.data.media import video_files
 from sfumato.data.media.cache import _read_index
-from sfumato.data.media.pictures import check_video, read_frames
+from sfumato.data.media.videos import check_video, read_frames
 from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.template_limits import TemplateLimitError, check_constants
 from sfumato.errors import CheckpointError, ConfigError, DataError

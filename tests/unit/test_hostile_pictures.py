@@ -15,7 +15,8 @@ from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.files.file_columns import find_file
 from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexBatch
-from sfumato.data.media.pictures import read_frames, read_image
+from sfumato.data.media.pictures import read_image
+from sfumato.data.media.videos import read_frames
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import BadRows, read_pixels
 

@@ -691,6 +691,18 @@ def test_a_mask_is_cut_and_scaled_as_its_image(tmp_path):
         ),
         (Image.new("L", (12, 20), 0), {}, r"line 2: nothing of the image lies inside its mask \('mask'\)"),
         (Image.new("L", (12, 20), 255), {"invert_mask": True}, "nothing of the image lies inside"),
+        (Image.new("RGBA", (12, 20), (255, 255, 255, 0)), {}, "line 2: broken image .* must not be transparent"),
+        (
+            Image.new("LA", (12, 20), (255, 254)),
+            {},
+            "must not be transparent, which is shown as white: put it on black",
+        ),
+        (Image.new("RGB", (12, 20), (255, 0, 0)), {}, r"line 2: mask \(.*mask_1.png\) with colours"),
+        (
+            Image.new("L", (12, 20), 1),
+            {"mask_outside": 0.1},
+            "no value above 1 of 255, as if these were numbers of lab",
+        ),
     ],
 )
 def test_a_mask_that_cannot_be_meant_is_a_broken_row(tmp_path, mask, more, message):
@@ -698,6 +710,22 @@ def test_a_mask_that_cannot_be_meant_is_a_broken_row(tmp_path, mask, more, messa
     dataset.picture(0)
     with pytest.raises(DataError, match=message):
         dataset.picture(1)
+
+
+def test_masks_of_other_modes_say_the_same(tmp_path):
+    """What is white in it counts, however a mask is stored; so is a JPEG file, whose greys are slightly coloured."""
+    noise = np.random.default_rng(0).integers(0, 2, (20, 12), np.uint8) * 255
+    grey = Image.fromarray(noise)
+    expected = None
+    for number, mask in enumerate(
+        (grey, grey.convert("1"), grey.convert("RGB"), grey.convert("P"), grey.convert("RGBA"))
+    ):
+        weights = ImageTextDataset(masked_config(write_masked(tmp_path / str(number), mask))).picture(1).loss_weights
+        expected = weights if expected is None else expected
+        assert torch.equal(weights, expected)
+    grey.convert("RGB").save(tmp_path / "0" / "mask_1.png", "JPEG", quality=30)
+    stored = ImageTextDataset(masked_config(tmp_path / "0" / "rows.jsonl")).picture(1).loss_weights
+    torch.testing.assert_close(stored, expected, atol=0.15, rtol=0)
 
 
 def test_a_missing_mask_is_a_broken_row_and_a_black_one_may_have_weight(tmp_path):

@@ -146,7 +146,9 @@ def test_layers_of_flux_outside_of_the_blocks_keep_their_place_and_scale():
 def test_stable_diffusion_xl_has_the_names_of_its_original():
     """The layers of the published model, whose places in diffusers its conversion script gives."""
     names = {
-        "input_blocks_4_1_transformer_blocks_0_attn1_to_q": "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q",
+        "input_blocks_4_1_transformer_blocks_0_attn1_to_q": (
+            "down_blocks.1.attentions.0.transformer_blocks.0.attn1.to_q"
+        ),
         "input_blocks_8_1_proj_in": "down_blocks.2.attentions.1.proj_in",
         "middle_block_1_transformer_blocks_9_ff_net_2": "mid_block.attentions.0.transformer_blocks.9.ff.net.2",
         "output_blocks_5_1_transformer_blocks_1_attn2_to_out_0": (
@@ -169,7 +171,7 @@ def test_stable_diffusion_xl_has_the_names_of_its_original():
 
 def test_adapters_that_diffusers_would_lose_are_refused():
     stored = kohya_pair("lora_unet_double_blocks_0_img_attn_proj", 4, 3, alpha=1.0)
-    with pytest.raises(ConfigError, match="lora_te3_encoder_block_0_layer_0_SelfAttention_q.*such as T5"):
+    with pytest.raises(ConfigError, match=r"lora_te3_encoder_block_0_layer_0_SelfAttention_q.*such as T5"):
         from_kohya(stored | kohya_pair("lora_te3_encoder_block_0_layer_0_SelfAttention_q", 4, 3, alpha=1.0))
 
 

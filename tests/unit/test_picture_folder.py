@@ -115,7 +115,7 @@ def test_what_is_not_used_is_named_once_with_its_number(tmp_path: Path) -> None:
     assert said == [
         f'{tmp_path}: 1 pictures without a caption, which are broken rows (1 .png): "b.png"',
         f'{tmp_path}: 3 captions without a picture or video that is read (3 .txt): "d.txt", "lonely.txt", "other.txt"',
-        f"{tmp_path}: 3 pictures or videos of kinds that are not read here (1 .heic, 1 .svg, 1 .mp4): "
+        f"{tmp_path}: 3 pictures, videos or sounds of kinds that are not read here (1 .heic, 1 .svg, 1 .mp4): "
         '"d.HEIC", "e.svg", "f.mp4"',
         f"{tmp_path}: 2 pictures that share their caption with another of the same name (1 .jpg, 1 .png): "
         '"c.jpg", "c.png"',
@@ -143,6 +143,17 @@ def test_tables_of_hugging_faces_image_folders_and_pictures_that_they_do_not_nam
     assert sorted(dataset.caption(index) for index in range(len(dataset))) == ["a", "b"]
     assert all(dataset.pixels(index).shape == (3, 16, 16) for index in range(2))
     assert said == [f'{tmp_path}: 1 pictures that its table does not name (1 .png): "c.png"']
+
+
+def test_masks_and_source_pictures_of_a_table_are_named_by_it(tmp_path: Path) -> None:
+    row = {"file_name": "a.png", "mask": "a-mask.png", "source_image": ["b.png", "c.png"], "text": "a"}
+    for name in ("a.png", "a-mask.png", "b.png", "c.png"):
+        (tmp_path / name).write_bytes(content())
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(row))
+    opened(tmp_path, said := [], mask_key="mask")
+    assert said == []
+    opened(tmp_path, said)
+    assert said == [f'{tmp_path}: 1 pictures that its table does not name (1 .png): "a-mask.png"']
 
 
 def test_links_to_folders_are_followed_once_and_links_to_files_are_files(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import pytest
 from PIL import Image
 
 from sfumato.data.files.file_columns import find_file, find_frames
-from sfumato.data.media.pictures import check_image, fitted, framing_of, read_frames, read_image
+from sfumato.data.media.pictures import check_image, fitted, frames_of, framing_of, read_image
+from sfumato.data.media.videos import read_frames
 from sfumato.errors import DataError
 
 SHADES = np.arange(0, 240, 20, dtype=np.uint8)
@@ -58,6 +59,13 @@ def test_frames_are_taken_at_even_distances(tmp_path: Path, kind: str, as_bytes:
     assert shades(read_frames(source, 1, "row 1")) == pytest.approx([0], abs=5)
     with pytest.raises(DataError, match=r"row 1: the video has 12 frames, 13 are wanted \(data.num_frames\)"):
         read_frames(source, 13, "row 1")
+
+
+def test_numbers_in_the_names_of_frames_count_as_numbers(tmp_path: Path) -> None:
+    names = ["9.png", "10.png", "100.png", "a9 1.png", "a10 1.png", "a10 02.png", "b.png"]
+    for name in names:
+        Image.new("RGB", (8, 8)).save(tmp_path / name)
+    assert [path.name for path in frames_of(tmp_path) if isinstance(path, Path)] == names
 
 
 def test_broken_videos_are_named(tmp_path: Path) -> None:

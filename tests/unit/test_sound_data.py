@@ -14,6 +14,7 @@ import scipy.io
 import soundfile
 
 from sfumato.config.image_data import ImageTextDataConfig
+from sfumato.data.media.mp3_length import count_mp3_samples
 from sfumato.data.media.waveform_files import read_waveform
 from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
 from sfumato.errors import DataError
@@ -102,7 +103,12 @@ BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "silent": (lambda: sound_file(np.zeros(8000, np.float32)), "that is silent"),
     "scaled to 32768": (lambda: sound_file(WAVE * 32768), "scale it to -1 to 1"),
     "far too short": (lambda: sound_file(WAVE[:200]), r"of 0.03 s for 1 s: at least 10%"),
-    "six channels": (lambda: sound_file(np.stack([WAVE] * 6, axis=1)), "6 channels: mix it down"),
+    "six channels": (lambda: sound_file(np.stack([WAVE] * 6, axis=1)), r"row 3: sound \([^()]*\) of 6 channels: mix"),
+    "opposite channels": (
+        lambda: sound_file(np.stack([WAVE, -WAVE], axis=1)),
+        "silent: its two channels are each other",
+    ),
+    "hardly a sound": (lambda: sound_file(WAVE * 1e-5), "become silent: all of its samples are below 1/65534"),
 }
 
 
@@ -115,6 +121,48 @@ def test_broken_files_are_named(kind: str, tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message) as caught:
             read_waveform(source, 8000, 1, 1000, "table.jsonl, row 3")
         assert str(caught.value).startswith("table.jsonl, row 3: ")
+
+
+def variable_mp3(loud: np.ndarray, quiet: np.ndarray, folder: Path) -> bytes:
+    """An MP3 file whose bit rate changes, and without the frame whose table says its length."""
+    path = folder / "variable.mp3"
+    soundfile.write(
+        path, np.concatenate([loud, quiet]), 44100, "MPEG_LAYER_III", bitrate_mode="VARIABLE", compression_level=0.5
+    )
+    content = path.read_bytes()
+    place = max(content.find(b"Xing"), content.find(b"Info"))
+    assert place > 0
+    return content[:place] + b"none" + content[place + 4 :]
+
+
+@pytest.mark.parametrize("is_loud_first", [True, False])
+def test_an_mp3_file_that_does_not_say_its_length_is_refused(is_loud_first: bool, tmp_path: Path) -> None:
+    """libsndfile takes the bit rate of its first frame for that of all, and reads no further."""
+    noise = np.random.default_rng(0).uniform(-0.5, 0.5, 3 * 44100).astype(np.float32)
+    parts = [noise, tone(440.0, seconds=3.0, rate=44100).mono]
+    content = variable_mp3(*(parts if is_loud_first else parts[::-1]), tmp_path)
+    for source in (content, tmp_path / "cut.mp3"):
+        (tmp_path / "cut.mp3").write_bytes(content)
+        with pytest.raises(
+            DataError, match=r"row 3: audio \([^()]*\) of 6\.[01] s, of which \S+ s would be read.*Xing"
+        ):
+            read_waveform(source, 16000, 1, 1000, "row 3")
+    # a tag before the sound, and the file as it was written
+    whole = (tmp_path / "variable.mp3").read_bytes()
+    assert read_waveform(b"ID3\4\0\0\0\0\1\0" + bytes(128) + whole, 16000, 1, 6000, "here")[1] == 6000
+
+
+def test_constant_bit_rates_have_the_length_of_their_frames(tmp_path: Path) -> None:
+    for rate in (44100, 22050, 8000):
+        path = tmp_path / f"{rate}.mp3"
+        wave = tone(440.0, seconds=2.0, rate=rate).mono
+        soundfile.write(path, wave, rate, "MPEG_LAYER_III", bitrate_mode="CONSTANT", compression_level=0.5)
+        content = path.read_bytes()
+        place = max(content.find(b"Xing"), content.find(b"Info"))
+        plain = content[:place] + b"none" + content[place + 4 :] if place > 0 else content
+        counted = count_mp3_samples(plain)
+        assert counted is not None and abs(counted / rate - 2.0) < 0.4
+        read_waveform(plain, 16000, 1, 1000, "here")
 
 
 def test_a_missing_file_and_a_folder_are_named(tmp_path: Path) -> None:

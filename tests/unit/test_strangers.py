@@ -25,7 +25,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import code_of_configurations, load_pretrained, make_from_config
 from sfumato.config.user_functions import import_function
 from sfumato.config.writing import open_to_append, write_atomically
-from sfumato.data.media.pictures import check_video, read_video
+from sfumato.data.media.videos import check_video, read_video
 from sfumato.errors import ConfigError, DataError, FolderError, UserError
 from sfumato.tracking.lock import lock_folder
 from sfumato.tracking.page import POLICY
@@ -435,7 +435,7 @@ def test_videos_are_still_read_and_what_was_asked_of_ffmpeg_stays(
             writer.write(np.full((64, 64, 3), shade, np.uint8))
         writer.release()
         for source in (path, path.read_bytes()):
-            assert read_video(source, "row 1", lambda total, _: range(total)).total == 5
+            assert read_video(source, "row 1", lambda head: range(head.num_frames)).total == 5
     assert os.environ["OPENCV_FFMPEG_CAPTURE_OPTIONS"] == "probesize;1000000"
 
 

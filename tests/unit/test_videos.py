@@ -199,7 +199,7 @@ def test_broken_videos_are_named(transform, name):
 
 
 def test_a_video_that_states_an_absurd_number_of_frames_is_refused_before_it_is_read(transform, monkeypatch):
-    monkeypatch.setattr("sfumato.data.media.pictures.MAX_FRAMES", 10)
+    monkeypatch.setattr("sfumato.data.media.videos.MAX_FRAMES", 10)
     with pytest.raises(DataError, match="of 12 frames of 24x32 pixels: cut"):
         transform.reader.processor.video_processor.read(clip(32, 24, 12), "row 1")
 

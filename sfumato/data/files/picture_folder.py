@@ -6,7 +6,7 @@ import json
 import os
 import unicodedata
 from collections import Counter
-from collections.abc import Callable, Iterable, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 
 from sfumato.data.files.bad_rows import parse_json
@@ -29,8 +29,9 @@ counts."""
 UNREAD_ENDINGS = {
     ".heic", ".heif", ".jxl", ".jp2", ".svg", ".psd", ".pdf", ".ico", ".tga", ".eps", ".ppm", ".pgm", ".qoi",
     ".cr2", ".cr3", ".nef", ".arw", ".dng", ".raf", ".orf",
+    ".m4a", ".aac", ".wma", ".ape", ".amr", ".mka",
 }  # fmt: skip
-"""Endings of pictures that are not read."""
+"""Endings of pictures and sounds that are not read."""
 
 SHOWN = 3
 """Files that a line names; the others are counted."""
@@ -133,31 +134,33 @@ class FolderRows:
         return [
             *_describe_files(missing, self.root, "pictures without a caption, which are broken rows"),
             *_describe_files(lonely, self.root, "captions without a picture or video that is read"),
-            *_describe_files(unread, self.root, "pictures or videos of kinds that are not read here"),
+            *_describe_files(unread, self.root, "pictures, videos or sounds of kinds that are not read here"),
             *_describe_files(same, self.root, "pictures that share their caption with another of the same name"),
         ]
 
 
 def describe_unlisted(
-    folder: Path, rows: FiledRows, image_key: Callable[[dict[str, object]], str], endings: set[str]
+    folder: Path, rows: FiledRows, image_keys: Callable[[dict[str, object]], Sequence[str]], endings: set[str]
 ) -> list[str]:
     """A line about the pictures of a folder that its table does not name; none where there are none.
 
     Args:
         folder: of the pictures and the table.
         rows: of the table.
-        image_key: gives the column of a row's picture.
+        image_keys: gives the columns of a row's pictures, that of its own first.
         endings: of pictures.
     """
     named = set()
     for index in range(len(rows)):
         try:
-            value = (row := rows[index]).get(image_key(row))
+            row = rows[index]
         except DataError:  # the broken row is named when it is read for training
             continue
-        if not isinstance(value, str):  # the table holds the pictures itself
+        values = [row.get(key) for key in image_keys(row)]
+        if not isinstance(values[0], str):  # the table holds the pictures itself
             return []
-        named.add(os.path.normpath(rows.folder(index) / value))
+        paths = [path for value in values for path in (value if isinstance(value, list) else [value])]
+        named.update(os.path.normpath(rows.folder(index) / path) for path in paths if isinstance(path, str))
     unlisted = [
         path for path in visible_files(folder) if path.suffix.lower() in endings and os.path.normpath(path) not in named
     ]

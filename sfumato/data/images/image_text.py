@@ -26,7 +26,6 @@ from sfumato.data.media.pictures import (
     check_fit,
     fitted,
     framing_of,
-    read_frames,
     read_image,
 )
 from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs
@@ -117,7 +116,10 @@ class ImageTextDataset:
         path = Path(str(self.config.train_path))
         if isinstance(self.rows, FolderRows):
             return self.rows.unused
-        return describe_unlisted(path, self.rows, self._image_key, self._endings) if path.is_dir() else []
+        if not path.is_dir():
+            return []
+        others = [self.config.source_image_key, *([self.config.mask_key] if self.config.mask_key else [])]
+        return describe_unlisted(path, self.rows, lambda row: [self._image_key(row), *others], self._endings)
 
     def describe(self, index: int) -> str:
         """File and row, for messages."""
@@ -205,6 +207,8 @@ class ImageTextDataset:
             check_fit((image.height, image.width), *size, self.config.crop, where)
             pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
             return Picture(pixels, self._framing(image, size), self._loss_weights(index, image, size))
+        from sfumato.data.media.videos import read_frames
+
         frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
         size = self.size[:2]
         check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
@@ -221,8 +225,10 @@ class ImageTextDataset:
         key = self.config.mask_key
         if key is None:
             return None
+        from sfumato.data.images.masks import read_mask
+
         where = self.describe(index)
-        mask = read_image(find_file(self.rows[index], key, self.rows.folder(index), where, "mask"), where).convert("L")
+        mask = read_mask(find_file(self.rows[index], key, self.rows.folder(index), where, "mask"), where)
         if mask.size != image.size:
             raise DataError(
                 f"{where}: its mask has {mask.height} x {mask.width} pixels (height x width), and its image "

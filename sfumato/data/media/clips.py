@@ -18,12 +18,13 @@ import torch
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.open_mappings import JsonObject
 from sfumato.data.media.kinds import File
-from sfumato.data.media.pictures import read_video
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import BatchFeature
     from transformers.video_utils import VideoMetadata
+
+    from sfumato.data.media.video_files import VideoHead
 
 CONFIG_FILES = ("processor_config.json", "video_preprocessor_config.json", "preprocessor_config.json")
 """Files of a transformers folder that may hold the settings of videos: the first that has some counts. Older folders
@@ -151,7 +152,10 @@ class VideoProcessor:
         from PIL import Image
         from transformers.video_utils import VideoMetadata
 
-        def choose(total: int, fps: float) -> list[int]:
+        from sfumato.data.media.videos import read_video
+
+        def choose(head: VideoHead) -> list[int]:
+            total, fps = head.num_frames, head.fps
             if total < self.temporal_patch_size:
                 raise DataError(f"{where}: the video has {total} frame; the model takes at least two: give an image")
             if not fps > 0:

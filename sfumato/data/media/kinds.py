@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-VERSION = 3
+VERSION = 4
 """Raise it when the same files become other pixels, so that stored latents are not used any more."""
 
 File = Path | bytes

@@ -6,9 +6,8 @@ import functools
 import io
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
@@ -16,12 +15,10 @@ import numpy as np
 
 from sfumato.config.file_checks import file_problem
 from sfumato.data.media.colours import check_code_points, significant_bits, to_srgb
-from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS, File
-from sfumato.data.media.video_files import examine_video, open_video
+from sfumato.data.media.kinds import IMAGE_ENDINGS, File
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
-    from cv2 import VideoCapture
     from PIL import Image
     from PIL.Image import Transpose
     from PIL.ImageFile import ImageFile
@@ -34,9 +31,6 @@ FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "AVIF")
 
 ANIMATION_ENDINGS = {".gif", ".webp", ".apng", ".png", ".avif"}
 """Endings of files of which Pillow reads several frames."""
-
-MAX_FRAMES = 1_000_000
-"""Frames of the longest video that is read: more than nine hours of 30 frames per second."""
 
 OTHER_KINDS = {
     rb"....ftyp(hei[cxms]|hev[cx]|mif1|msf1)": "HEIC, which phones write: save it as JPEG or PNG (heif-convert does)",
@@ -100,7 +94,7 @@ def read_image(source: File, where: str) -> Image.Image:
     Raises:
         DataError: when it is broken, or has several frames.
     """
-    with _open_image(source, where) as opened:
+    with open_image(source, where) as opened:
         _check_still(opened)
         head = _head_of(source) if opened.format in {"PNG", "AVIF"} else b""
         check_code_points(head, opened.format)
@@ -114,13 +108,13 @@ def read_image(source: File, where: str) -> Image.Image:
 
 def check_image(source: File, where: str) -> None:
     """Reads the head of an image. Raises DataError when it is none, or has several frames."""
-    with _open_image(source, where) as opened:
+    with open_image(source, where) as opened:
         _check_still(opened)
 
 
 def read_size(source: File, where: str) -> tuple[int, int]:
     """Height and width of an image as ``read_image`` gives it, by its head. Raises DataError when it is none."""
-    with _open_image(source, where) as opened:
+    with open_image(source, where) as opened:
         width, height = opened.size
         if opened.format == "TIFF":  # some versions of Pillow state the size of a TIFF after it is turned
             tags = cast("TiffImageFile", opened).tag_v2
@@ -129,41 +123,19 @@ def read_size(source: File, where: str) -> tuple[int, int]:
     return (width, height) if turned else (height, width)
 
 
-def check_video(source: File, where: str) -> None:
-    """Reads the head and the first frame of a video. Raises DataError when there is none."""
-    from PIL import Image
-
-    if isinstance(source, Path) and (problem := file_problem(source)):
-        raise DataError(f"{where}: {source} {problem}")
-    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]  # None only if a user lifted it
-    if examine_video(source, where, _describe_source(source), 1, most_pixels).num_frames == 0:
-        raise DataError(f"{where}: broken video ({_describe_source(source)}): no frame can be read")
-
-
-def read_frames(source: File | list[File], count: int, where: str) -> list[Image.Image]:
-    """``count`` frames of a video at even distances, the first and the last among them, as ``read_image`` gives them.
-
-    Args:
-        source: a file of a video, an animated image, a folder of images in the order of their names, or images.
-        count: of frames.
-        where: file and row, for messages.
-
-    Raises:
-        DataError: when it is broken or has fewer frames.
-        MissingDependencyError: when OpenCV is needed and missing.
-    """
-    if isinstance(source, Path) and source.is_dir():
-        source = frames_of(source)
-    if isinstance(source, list):
-        return [read_image(source[index], where) for index in _spread_positions(len(source), count, where)]
-    is_picture = _is_picture(source) if isinstance(source, bytes) else source.suffix.lower() not in VIDEO_ENDINGS
-    return (_read_animation if is_picture else _read_video)(source, count, where)
-
-
 def frames_of(folder: Path) -> list[File]:
-    """The frames of a video that is a folder of images, in the order of their names, without hidden files."""
+    """The frames of a video that is a folder of images, without hidden files, in the order of their names.
+
+    Numbers in them count as numbers: ``frame_10`` comes after ``frame_9``.
+    """
     visible = (path for path in folder.iterdir() if not path.name.startswith("."))
-    return sorted(path for path in visible if path.suffix.lower() in IMAGE_ENDINGS)
+    return [*sorted((path for path in visible if path.suffix.lower() in IMAGE_ENDINGS), key=_number_order)]
+
+
+def _number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
+    """A key that sorts names by the numbers in them; names that differ in nothing but leading zeros by their text."""
+    parts = re.findall(r"(\D*)(\d*)", path.name)
+    return [(text, int(digits or -1)) for text, digits in parts], path.name
 
 
 def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
@@ -232,7 +204,7 @@ def as_png(image: Image.Image) -> bytes:
 
 
 @contextmanager
-def _open_image(source: File, where: str) -> Iterator[ImageFile]:
+def open_image(source: File, where: str) -> Iterator[ImageFile]:
     """The image as Pillow opens it. What Pillow raises for it, here or inside the ``with``, becomes a DataError."""
     from PIL import Image, UnidentifiedImageError
 
@@ -244,14 +216,14 @@ def _open_image(source: File, where: str) -> Iterator[ImageFile]:
     except DataError:
         raise
     except UnidentifiedImageError as error:
-        raise DataError(f"{where}: broken image ({_describe_source(source)}): {_describe_unknown(source)}") from error
+        raise DataError(f"{where}: broken image ({describe_source(source)}): {_describe_unknown(source)}") from error
     except MemoryError as error:
-        raise DataError(f"{where}: broken image ({_describe_source(source)}): it does not fit into memory") from error
+        raise DataError(f"{where}: broken image ({describe_source(source)}): it does not fit into memory") from error
     except BROKEN as error:
-        raise DataError(f"{where}: broken image ({_describe_source(source)}): {error}") from error
+        raise DataError(f"{where}: broken image ({describe_source(source)}): {error}") from error
     except Image.DecompressionBombError as error:
         raise DataError(
-            f"{where}: image ({_describe_source(source)}) of more than "
+            f"{where}: image ({describe_source(source)}) of more than "
             f"{2 * Image.MAX_IMAGE_PIXELS:,} pixels: scale it down"  # pyright: ignore[reportOperatorIssue]
         ) from error
 
@@ -346,19 +318,12 @@ def _head_of(source: File) -> bytes:
         return file.read(HEAD)
 
 
-def _describe_source(source: File) -> str:
+def describe_source(source: File) -> str:
     """The file's path, or words for content without one, for messages."""
     return str(source) if isinstance(source, Path) else "its bytes"
 
 
-def _spread_positions(total: int, count: int, where: str) -> list[int]:
-    """``count`` of ``total`` positions at even distances."""
-    if total < count:
-        raise DataError(f"{where}: the video has {total} frames, {count} are wanted (data.num_frames)")
-    return np.linspace(0, total - 1, count).round().astype(int).tolist()
-
-
-def _is_picture(content: bytes) -> bool:
+def is_picture(content: bytes) -> bool:
     """Whether Pillow knows the format of this content; one that is too large for Pillow is of a known format, too."""
     from PIL import Image
 
@@ -369,86 +334,3 @@ def _is_picture(content: bytes) -> bool:
     except BROKEN:
         return False
     return True
-
-
-def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
-    with _open_image(source, where) as opened:
-        frames = []
-        for index in _spread_positions(getattr(opened, "n_frames", 1), count, where):
-            opened.seek(index)
-            frames.append(to_srgb(opened))
-        return frames
-
-
-@dataclass(frozen=True)
-class Video:
-    """Some frames of a video."""
-
-    total: int
-    """Frames of the file that can be read."""
-    stated: float
-    """Frames that the file says it has; 0 or less where it does not."""
-    fps: float
-    """Frames per second of the file, not a number where it says none."""
-    indices: Sequence[int]
-    """Which frames were chosen, in order."""
-    frames: Iterator[Image.Image]
-    """These, read one after the other. Raises DataError when one cannot be read."""
-
-
-def read_video(source: File, where: str, choose: Callable[[int, float], Sequence[int]]) -> Video:
-    """Chooses and reads frames of a video that OpenCV reads.
-
-    The file is read twice, since the number of frames that it states is often not the number that can be read. The
-    first pass counts them in a child process (``video_files.py``).
-
-    Args:
-        source: the file.
-        where: file and row, for messages.
-        choose: is given the number of frames and the frames per second, and returns the indices of the frames that are
-            wanted, ascending.
-
-    Raises:
-        DataError: when it is broken, or far too large.
-        MissingDependencyError: when OpenCV is missing.
-    """
-    from PIL import Image
-
-    if isinstance(source, Path) and (problem := file_problem(source)):
-        raise DataError(f"{where}: {source} {problem}")
-    most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]
-    total, width, height, fps, stated = examine_video(
-        source, where, _describe_source(source), MAX_FRAMES + 1, most_pixels
-    )
-    if width * height > most_pixels or stated > MAX_FRAMES:
-        raise DataError(
-            f"{where}: video ({_describe_source(source)}) of {stated:,.0f} frames of {width:.0f}x{height:.0f} pixels: "
-            f"cut or scale it down to at most {MAX_FRAMES:,} frames of {most_pixels:,} pixels"
-        )
-    if total == 0 or total > MAX_FRAMES:
-        problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
-        raise DataError(f"{where}: broken video ({_describe_source(source)}): {problem}")
-    indices = choose(total, fps if fps > 0 else float("nan"))
-    return Video(
-        total, stated, fps, indices, _read_chosen(open_video(source), indices, total, f"{where}: broken video", source)
-    )
-
-
-def _read_chosen(
-    video: VideoCapture, indices: Sequence[int], total: int, problem: str, source: File
-) -> Iterator[Image.Image]:
-    """The frames of these indices, one after the other; those between them are skipped without being converted."""
-    from PIL import Image
-
-    for index in range(indices[-1] + 1):
-        is_read = video.grab()
-        if is_read and index in indices:
-            is_read, frame = video.retrieve()
-        if not is_read:
-            raise DataError(f"{problem} ({_describe_source(source)}): frame {index + 1} of {total} cannot be read")
-        if index in indices:  # OpenCV's order is blue green red
-            yield Image.fromarray(np.ascontiguousarray(frame[:, :, ::-1]))
-
-
-def _read_video(source: File, count: int, where: str) -> list[Image.Image]:
-    return list(read_video(source, where, lambda total, _: _spread_positions(total, count, where)).frames)

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from soundfile import SoundFile
 
 
+SAME_LENGTH = 0.02
+"""Share by which the length that an MP3 file's reader tells may differ from that of its frames."""
+
+
 @dataclass(frozen=True)
 class Sound:
     """Audio that has been read."""
@@ -29,7 +33,10 @@ class Sound:
 
 @contextmanager
 def open_sound(source: File, where: str) -> Iterator[SoundFile]:
-    """The opened file. What soundfile raises for a broken file, here or inside the ``with``, becomes a DataError."""
+    """The opened file. What soundfile raises for a broken file, here or inside the ``with``, becomes a DataError.
+
+    So does an MP3 file of which libsndfile would read another length than it has.
+    """
     try:
         import soundfile
         import soxr  # noqa: F401  (what is read is brought to another rate)
@@ -41,9 +48,33 @@ def open_sound(source: File, where: str) -> Iterator[SoundFile]:
         raise DataError(f"{where}: {source} {problem}")
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
+            if file.subtype == "MPEG_LAYER_III":
+                _check_length(source, file.frames, file.samplerate, where)
             yield file
+    except DataError:
+        raise
     except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
         raise DataError(f"{where}: broken audio ({describe_file(source)}): {error}") from error
+
+
+def _check_length(source: File, stated: int, rate: int, where: str) -> None:
+    """Raises DataError for an MP3 file without a table of its frames whose bit rate is not that of its beginning.
+
+    Args:
+        source: the file, or what it holds.
+        stated: samples that libsndfile would read.
+        rate: samples per second.
+        where: file and row, for messages.
+    """
+    from sfumato.data.media.mp3_length import count_mp3_samples
+
+    counted = count_mp3_samples(source)
+    if counted is not None and abs(counted - stated) > SAME_LENGTH * max(counted, stated):
+        raise DataError(
+            f"{where}: audio ({describe_file(source)}) of {counted / rate:.1f} s, of which {stated / rate:.1f} s would "
+            "be read: it is an MP3 file of variable bit rate without a table of its length (Xing): write it anew, such "
+            "as by ffmpeg -i old.mp3 new.flac"
+        )
 
 
 def describe_file(source: File) -> str:

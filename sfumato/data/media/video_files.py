@@ -41,6 +41,9 @@ LONGEST_S = 600.0
 MOST_BYTES = 16 * 2**30
 """Address space of the child."""
 
+UNSPECIFIED = 2
+"""The code point of colours of which nothing is said."""
+
 _HEADER = struct.Struct("<BqqQ")  # whether a path follows, most frames and pixels, length of what follows
 
 
@@ -55,6 +58,13 @@ class VideoHead(NamedTuple):
     """Frames per second that the file states."""
     stated: float
     """Frames that the file says it has; 0 or less where it does not."""
+    pixel_ratio: float
+    """How many times a pixel is as wide as high, in frames as they are read, upright."""
+    primaries: int
+    transfer: int
+    """Code points of its colours (ITU-T H.273); 2, which is "unspecified", also without PyAV."""
+    times: list[float]
+    """Milliseconds at which each of ``num_frames`` is shown."""
 
 
 def open_video(source: File) -> cv2.VideoCapture:
@@ -187,11 +197,39 @@ def _serve_requests(requests: IO[bytes]) -> None:
         content = requests.read(length)
         video = open_video(Path(os.fsdecode(content)) if is_path else content)
         width, height, fps, stated = (video.get(number) for number in (3, 4, 5, 7))  # as OpenCV numbers its properties
-        num_frames = 0
+        times: list[float] = []
         is_small = width * height <= most_pixels and (stated <= most_frames or most_frames == 1)
-        while is_small and num_frames < most_frames and video.grab():
-            num_frames += 1
-        print(json.dumps([num_frames, width, height, fps, stated]), flush=True)
+        while is_small and len(times) < most_frames and video.grab():
+            times.append(round(video.get(0), 3))
+        colours = _read_code_points(os.fsdecode(content) if is_path else io.BytesIO(content))
+        values = [len(times), width, height, fps, stated, _pixel_ratio(video), *colours, times]
+        print(json.dumps(values), flush=True)
+
+
+def _pixel_ratio(video: cv2.VideoCapture) -> float:
+    """``VideoHead.pixel_ratio``; 1 where the file says none."""
+    wide, high, turned = (video.get(number) for number in (40, 41, 48))
+    if wide <= 0 or high <= 0:
+        return 1.0
+    return high / wide if turned % 180 == 90 else wide / high
+
+
+def _read_code_points(source: str | io.BytesIO) -> tuple[int, int]:
+    """``primaries`` and ``transfer`` of ``VideoHead``, which OpenCV does not tell."""
+    try:
+        import av
+        from av.error import FFmpegError
+    except ImportError:
+        return UNSPECIFIED, UNSPECIFIED
+    limits = {"format_whitelist": CONTAINERS} | ({"protocol_whitelist": "file"} if isinstance(source, str) else {})
+    try:
+        with av.open(source, "r", container_options=limits) as container:
+            if not container.streams.video:
+                return UNSPECIFIED, UNSPECIFIED
+            context = container.streams.video[0].codec_context
+            return int(context.color_primaries), int(context.color_trc)
+    except (FFmpegError, ValueError):  # whether frames can be read is for OpenCV to say
+        return UNSPECIFIED, UNSPECIFIED
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.data.media.clips import Clip, VideoProcessor
 from sfumato.data.media.document_media import KINDS, Images, MultimodalInputs, Span, Tensors, join_media
 from sfumato.data.media.kinds import NAMES, AudioFile, File, Medium, VideoFile
-from sfumato.data.media.pictures import check_image, check_video, read_image
+from sfumato.data.media.pictures import check_image, read_image
 from sfumato.data.media.processor_files import save_processor
 from sfumato.data.media.sounds import Sound, check_sound, read_sound
 from sfumato.errors import ConfigError, DataError, UserError
@@ -455,6 +455,8 @@ class Vision:
 
 def check_head(medium: Medium, where: str) -> None:
     """Reads the head of a file. Raises DataError when it is no image, no video or no audio."""
+    from sfumato.data.media.videos import check_video
+
     check = {VideoFile: check_video, AudioFile: check_sound}.get(type(medium))
     if check is None:
         check_image(cast("File", medium), where)

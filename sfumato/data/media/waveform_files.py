@@ -9,7 +9,7 @@ from sfumato.data.media.sounds import check_all_there, describe_file, open_sound
 from sfumato.errors import DataError
 from sfumato.tracking.waveforms import FULL_SCALE
 
-VERSION = 1
+VERSION = 2
 """Raise it when the same files become other waveforms, so that stored latents are not used any more."""
 
 SOUND_ENDINGS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aif", ".aiff", ".au", ".w64", ".rf64", ".caf"}
@@ -93,6 +93,11 @@ def to_waveform(
     length = milliseconds * rate // 1000
     waveform = np.pad(waveform[:length], ((0, max(length - len(waveform), 0)), (0, 0)))
     rounded = (waveform.clip(-1, 1) * FULL_SCALE).round().astype(np.int16)
+    if not rounded.any():  # the file is not silent, or it would have been refused above
+        reason = f"all of its samples are below 1/{2 * FULL_SCALE}"
+        if channels == 1 and np.abs(samples).max() * FULL_SCALE > 1:
+            reason = "its two channels are each other's opposite: take one of them"
+        raise DataError(f"{named} that would become silent: {reason}")
     return np.ascontiguousarray(rounded.T)
 
 

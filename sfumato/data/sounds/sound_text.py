@@ -12,7 +12,6 @@ from sfumato.data.files.file_columns import find_file
 from sfumato.data.images.image_text import ImageTextDataset, open_image_text
 from sfumato.data.media.pictures import Picture
 from sfumato.data.media.waveform_files import SOUND_ENDINGS, VERSION, read_waveform
-from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import ConfigError
 
@@ -83,7 +82,12 @@ def open_captioned(
     ``open_image_text``."""
     if config.data_type not in ("sound_text", "video_sound_text"):
         return open_image_text(config, seed, say)
-    dataset = SoundTextDataset(config) if config.data_type == "sound_text" else VideoSoundDataset(config)
+    if config.data_type == "sound_text":
+        dataset = SoundTextDataset(config)
+    else:
+        from sfumato.data.sounds.video_sound import VideoSoundDataset
+
+        dataset = VideoSoundDataset(config)
     if say is not None:
         for line in dataset.unused_files():
             say(line)

@@ -14,8 +14,10 @@ from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.files.file_columns import find_file, find_frames
 from sfumato.data.images.image_text import ImageTextDataset
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS, File
-from sfumato.data.media.pictures import Picture, check_fit, frames_of, read_image, read_video
+from sfumato.data.media.pictures import Picture, check_fit, frames_of, read_image
 from sfumato.data.media.sound_tracks import read_sound_track
+from sfumato.data.media.video_files import VideoHead
+from sfumato.data.media.videos import frames_at, read_video
 from sfumato.data.media.waveform_files import VERSION, read_waveform, to_waveform
 from sfumato.errors import DataError
 
@@ -93,7 +95,8 @@ class VideoSoundDataset(ImageTextDataset):
         if isinstance(source, Path) and source.suffix.lower() in IMAGE_ENDINGS:
             raise DataError(f"{where}: {source} is an image, which has no sound: give a video")
 
-        def choose(total: int, fps: float) -> list[int]:
+        def choose(head: VideoHead) -> list[int]:
+            total, fps = head.num_frames, head.fps
             if not fps > 0:
                 raise DataError(f"{where}: the video does not say how many frames it has per second")
             indices = [math.floor(number / self._frame_rate * fps + 0.5) for number in range(count)]
@@ -102,12 +105,10 @@ class VideoSoundDataset(ImageTextDataset):
                     f"{where}: a video of {total / fps:.2f} s for {count} frames of {self._frame_rate:g} per second, "
                     f"which are {count / self._frame_rate:.2f} s: leave it out, or set a smaller data.num_frames"
                 )
-            return indices
+            seconds = np.arange(count) / self._frame_rate
+            return frames_at(head, seconds * fps, head.times[0] + 1000 * seconds) or indices
 
-        video = read_video(source, where, choose)
-        # a slow video shows a frame for longer than one of the model's
-        read = dict(zip(dict.fromkeys(video.indices), video.frames, strict=True))
-        return [read[index] for index in video.indices]
+        return read_video(source, where, choose).read_all()
 
     def _read_sound(self, index: int, source: File | list[File], where: str) -> np.ndarray:
         """The sound of the frames: int16 ``[channels, N]``. Raises DataError as ``read_waveform``."""

@@ -15,7 +15,6 @@ from sfumato.data.images.buckets import Buckets, OneSize
 from sfumato.data.images.image_text import ImageTextDataset, PairDataset
 from sfumato.data.loader import IndexBatch
 from sfumato.data.sounds.sound_text import SoundTextDataset
-from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import Dataset, EncodedBatch, OnlineEncoder, ReadRows
@@ -117,7 +116,10 @@ def open_encoder(
         dataset.take_format(model.sampling_rate, model.num_channels)
         length = dataset.size[1] / 1000
         say(f"sounds become {length:g} s of {model.sampling_rate:,} Hz, {model.num_channels} channel(s)")
-    if isinstance(dataset, VideoSoundDataset):
+    if model.makes_video_with_sound:
+        from sfumato.data.sounds.video_sound import VideoSoundDataset
+
+        assert isinstance(dataset, VideoSoundDataset)  # check_data_type has seen to it
         dataset.take_format(model.encoded_rate, model.num_channels, model.frame_rate)
         seconds = dataset.size[2] / model.frame_rate
         say(
