@@ -19,6 +19,7 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.config.writing import make_new_folder
 from sfumato.errors import DataError, MissingDependencyError, UserError
+from sfumato.models.language.older_readers import add_older_config_names, use_older_tokenizer_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -89,7 +90,9 @@ def write_folder(folder: Path) -> None:
     model, tokenizer = load_smollm2(find_weights())
     unfinished = make_new_folder(folder.with_name(folder.name + ".tmp"))
     model.save_pretrained(unfinished)
+    add_older_config_names(unfinished)
     tokenizer.save_pretrained(unfinished)
+    use_older_tokenizer_names(unfinished)
     unfinished.replace(folder)
 
 

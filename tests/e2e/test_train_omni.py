@@ -48,6 +48,8 @@ def test_each_part_of_the_export_is_what_its_library_loads(whole: Path) -> None:
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     foundation, info = AutoModelForCausalLM.from_pretrained(folder / "foundation", output_loading_info=True)
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    settings = json.loads((folder / "foundation/config.json").read_text())
+    assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"]
     tokens = torch.arange(3, 40)[None]
     with torch.no_grad():
         assert torch.equal(foundation(input_ids=tokens).logits, model(input_ids=tokens).logits)

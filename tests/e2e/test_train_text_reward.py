@@ -67,6 +67,8 @@ def test_the_better_answers_get_higher_rewards(tmp_path, data_type):
     assert lines[-1]["eval/loss"] < 0.3 < lines[0]["eval/loss"] and lines[-1]["eval/margin"] > 1.0
 
     model = AutoModelForSequenceClassification.from_pretrained(run / "hf_ckpt").eval()
+    exported = json.loads((run / "hf_ckpt/config.json").read_text())
+    assert exported["rope_theta"] == exported["rope_parameters"]["rope_theta"]
     tokenizer = AutoTokenizer.from_pretrained(run / "hf_ckpt")
     rows = read_jsonl(tmp_path / "eval.jsonl")
     chats = [

@@ -56,6 +56,10 @@ def test_a_checkpoint_is_exported_as_the_run_did_it(name, tmp_path):
     assert weights_in(tmp_path / "out") == weights_in(run / "hf_ckpt")
     files = [{str(path.relative_to(each)) for path in each.rglob("*")} for each in (tmp_path / "out", run / "hf_ckpt")]
     assert files[0] == files[1] - {"README.md"}  # the model card
+    for path in [*run.glob("hf_ckpt/config.json"), *tmp_path.glob("out/config.json")]:
+        settings = json.loads(path.read_text())
+        if "rope_parameters" in settings:  # of a language model, not of diffusers
+            assert settings["rope_theta"] == settings["rope_parameters"]["rope_theta"]
     averaged = "averaged" if "averaged" in name else "trained"
     assert said == f"{tmp_path / 'out'}: {averaged} weights of {max(list_checkpoints(run / 'checkpoints').items())[1]}"
 

@@ -223,6 +223,8 @@ class LanguageModel(PackedModel[TokenScores]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: write merged weights instead of adapters.
         """
+        from sfumato.models.language.older_readers import add_older_config_names
+
         adapters = self._adapters()
         if self.vision is not None:
             self.vision.reader.save(folder, self.source)
@@ -254,6 +256,7 @@ class LanguageModel(PackedModel[TokenScores]):
         plain.config.dtype = self.autocast_dtype or torch.float32
         name_ends(plain.config, self.tokenizer, self.source is not None)
         plain.save_pretrained(folder)
+        add_older_config_names(folder)
         save_generation_config(folder, self.source, self.tokenizer)
 
     def streamed_export(self, mesh: Mesh) -> TransformersExport | None:
@@ -278,8 +281,11 @@ class LanguageModel(PackedModel[TokenScores]):
             name_ends(plain.config, self.tokenizer, self.source is not None)
 
         def end(folder: Path, biases: dict[str, Tensor]) -> None:
+            from sfumato.models.language.older_readers import add_older_config_names
+
             if biases:  # of the balancer
                 save_file(biases, folder / "expert_biases.safetensors")
+            add_older_config_names(folder)
             save_generation_config(folder, self.source, self.tokenizer)
 
         return TransformersExport(plain, layout, self.autocast_dtype, frozenset(float32_weights), begin, end)

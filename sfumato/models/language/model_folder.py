@@ -26,6 +26,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
             out: the end of texts stands in for it, and a later run that leaves padding out of the loss would leave out
             the end of texts, too.
     """
+    from sfumato.models.language.older_readers import use_older_tokenizer_names
+
     pad = tokenizer.pad_token  # the run goes on with it after this export
     if facts_of(tokenizer).is_pad_added and not keeps_pad:
         tokenizer.pad_token = None
@@ -33,6 +35,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
         tokenizer.save_pretrained(folder)
     finally:
         tokenizer.pad_token = pad
+    use_older_tokenizer_names(folder)
     # of processors, which once kept the template in a file of their own; it would hide the tokenizer's
     legacy = folder / LEGACY_TEMPLATE
     if legacy.is_file() and isinstance(tokenizer.chat_template, str):

@@ -132,6 +132,8 @@ class ScalarModel(PackedModel[Tensor]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: without effect: adapters are always merged, since files of adapters hold no head.
         """
+        from sfumato.models.language.older_readers import add_older_config_names
+
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters := self._adapters():
             from sfumato.models.lora import inject_adapter, merge_adapters
@@ -149,6 +151,7 @@ class ScalarModel(PackedModel[Tensor]):
         give_weights(plain, weights)
         plain.config.dtype = dtype
         plain.save_pretrained(folder)
+        add_older_config_names(folder)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         super()._check(mesh, config)

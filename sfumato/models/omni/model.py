@@ -132,6 +132,8 @@ class OmniModel(LanguageModel):
 
         With a flow head, it also writes a diffusers pipeline of the parts that draw, ``drawing``.
         """
+        from sfumato.models.language.older_readers import add_older_config_names
+
         heads = {name: weights.pop(name) for name in [*weights] if name.startswith(f"{NAME}.")}
         whole = dict(weights)
         with self._without_head():
@@ -153,6 +155,7 @@ class OmniModel(LanguageModel):
             if part == "foundation":
                 name_ends(module.config, self.tokenizer, has_source=False)
             module.save_pretrained(folder / part)
+            add_older_config_names(folder / part)
         save_tokenizer(self.tokenizer, folder / "foundation")
         save_generation_config(folder / "foundation", None, self.tokenizer)
         self.image_tokenizer.save(folder / "image_tokenizer")

@@ -1,0 +1,72 @@
+"""What programs built on transformers 4 read in a model's folder by other names than transformers 5 writes.
+
+Without those names such a program takes its own default for rotary positions, so that the model computes something else
+without a word, or it cannot load the tokenizer. transformers 5 reads them as it reads its own.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from sfumato.config.file_checks import read_json_object
+
+LAYER_TYPES = {"full_attention", "sliding_attention"}
+"""The kinds of layers of which transformers 4 knows rotary positions of their own."""
+
+MODELS_WITH_LAYER_TYPES = ("gemma3_text", "gemma3n_text", "olmo3")
+"""Model types with rotary positions for each kind of layer that transformers 4 reads from fields of the text's
+configuration."""
+
+OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
+"""Settings of rotary positions that stand beside ``rope_scaling`` in transformers 4, and not in it."""
+
+
+def add_older_config_names(folder: Path) -> None:
+    """Adds ``rope_theta``, ``rope_scaling`` and their like to the config.json that transformers 5 wrote.
+
+    Args:
+        folder: of the model; its config.json is written anew.
+    """
+    path = folder / "config.json"
+    config = read_json_object(path)
+    _add_rope_names(config)
+    path.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+
+
+def _add_rope_names(config: dict[str, object]) -> None:
+    """Adds the names to a configuration and to those of its parts, such as ``text_config``."""
+    for part in [*config.values()]:
+        if isinstance(part, dict):
+            _add_rope_names(part)
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        return
+    if config.get("model_type") in MODELS_WITH_LAYER_TYPES and parameters.keys() == LAYER_TYPES:
+        config["rope_local_base_freq"] = parameters["sliding_attention"]["rope_theta"]
+        parameters = parameters["full_attention"]
+    if "rope_theta" not in parameters:  # for each kind of layer, of a model that transformers 4 does not know
+        return
+    config |= {name: parameters[name] for name in OWN_FIELDS if name in parameters}
+    scaling = {name: value for name, value in parameters.items() if name not in OWN_FIELDS}
+    if scaling != {"rope_type": "default"}:
+        config["rope_scaling"] = scaling
+
+
+def use_older_tokenizer_names(folder: Path) -> None:
+    """Renames the class and the special tokens in the tokenizer_config.json that transformers 5 wrote.
+
+    Args:
+        folder: of the tokenizer; its tokenizer_config.json is written anew.
+    """
+    path = folder / "tokenizer_config.json"
+    config = read_json_object(path)
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+        # in transformers 4 that class gives token types, too, which causal models refuse
+        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
+    if isinstance(config.get("extra_special_tokens"), list):  # in transformers 4 a mapping of tokens with names
+        config["additional_special_tokens"] = config.pop("extra_special_tokens")
+    if "model_specific_special_tokens" in config:
+        config["extra_special_tokens"] = config.pop("model_specific_special_tokens")
+    path.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
