@@ -113,8 +113,14 @@ def test_hermes_calls():
     assert without_hermes_calls(text) == "so  and" and hermes_calls("<tool_call>{}") == []
     (nested,) = hermes_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 2}"}</tool_call>')
     assert nested.arguments == {"x": 2}
+    quoting = '<tool_call>{"name": "a", "arguments": {"x": "</tool_call> ends a call"}} </tool_call> so'
+    (call,) = hermes_calls(quoting)
+    assert call.arguments == {"x": "</tool_call> ends a call"} and without_hermes_calls(quoting) == "so"
+    for nothing in ("null", '""'):
+        assert hermes_calls(f'<tool_call>{{"name": "a", "arguments": {nothing}}}</tool_call>')[0].arguments == {}
     problems = {
         "{": "not valid JSON",
+        '{"name": "a"} {"name": "b"}': "not valid JSON",
         "[" * 100_000: "not valid JSON",
         '{"arguments": {}}': "with name and arguments",
         '["a"]': "with name and arguments",

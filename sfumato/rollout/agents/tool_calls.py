@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,34 @@ class ToolCall:
 
 def hermes_calls(text: str) -> list[ToolCall]:
     """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text, as Hermes and Qwen write them."""
-    return [_hermes_call(content.strip()) for content in _CALL.findall(text)]
+    return [_hermes_call(text[begin:end].strip()) for begin, end in _find_calls(text)]
 
 
 def without_hermes_calls(text: str) -> str:
     """A text without its calls."""
-    return _CALL.sub("", text).strip()
+    for begin, end in reversed([*_find_calls(text)]):
+        text = text[: begin - len(_OPENING)] + text[end + len(_CLOSING) :]
+    return text.strip()
+
+
+def _find_calls(text: str) -> Iterator[tuple[int, int]]:
+    """Begin and end of what stands between the tags of each call.
+
+    A closing tag within a text of the JSON, such as an argument that quotes the model's own syntax, closes nothing.
+    """
+    position = 0
+    while (opening := text.find(_OPENING, position)) >= 0:
+        begin = opening + len(_OPENING)
+        end = text.find(_CLOSING, begin)
+        if end < 0:
+            return
+        with suppress(ValueError, RecursionError):  # what is no JSON ends at the first tag
+            rest = text[begin:].lstrip()
+            _, length = json.JSONDecoder().raw_decode(rest)
+            behind = rest[length:].lstrip()
+            end = len(text) - len(behind) if behind.startswith(_CLOSING) else end
+        yield begin, end
+        position = end + len(_CLOSING)
 
 
 def _hermes_call(content: str) -> ToolCall:
@@ -42,13 +66,14 @@ def _hermes_call(content: str) -> ToolCall:
         return ToolCall("", None, f"the call is not valid JSON: {str(error)[:200]}")
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", None, "a call must be a JSON object with name and arguments")
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
+    arguments = call.get("arguments")
+    if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)
         except (ValueError, RecursionError):
             return ToolCall(call["name"], None, "the arguments are not valid JSON")
-    return ToolCall(call["name"], arguments)
+    # rows of data without arguments are read in the same way
+    return ToolCall(call["name"], {} if arguments is None or arguments == "" else arguments)
 
 
 LONGEST_NAME = 100
