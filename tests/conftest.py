@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import importlib.metadata
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,9 @@ import pytest
 from sfumato.kernels import choose_kernels
 
 choose_kernels()  # before a test computes anything; processes that tests start inherit it
+# each run of a task asks for the versions of all packages, and reads their files again
+importlib.metadata.version = functools.cache(importlib.metadata.version)
+importlib.metadata.requires = functools.cache(importlib.metadata.requires)
 gc.set_threshold(100_000, 20, 20)  # Python's own 700 is exceeded by every model that is built: a twelfth of the time
 
 

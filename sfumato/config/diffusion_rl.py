@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -11,6 +11,10 @@ from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import EvalConfig, RolloutConfig
 from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, ModelConfig, check_size, sound_size
+from sfumato.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sfumato.algorithms.advantages import Advantages
 
 TRAJECTORIES = "sfumato.algorithms.objectives"
 FORWARD_PROCESS = "sfumato.algorithms.forward_process"
@@ -312,6 +316,16 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
         decays = [name for name in ("old", "ema") if getattr(self, name) is not None]
         self._check_effect(decays, f", and algorithm.sample_with is {self.sample_with}")
         return self
+
+    def check_signs(self, advantages: Advantages) -> None:
+        """Raises ConfigError for an advantage below 0 where the objective weighs errors by it: that loss would have no
+        lower bound."""
+        lowest = float(advantages.values.min())
+        if lowest < 0 and getattr(self.objective, "takes_both_signs", None) is False:
+            raise ConfigError(
+                f"algorithm.objective: {self.objective.type} weighs samples by their advantages, and one is "
+                f"{lowest:.3g}: set algorithm.objective.temperature, or take rewards that are never below 0"
+            )
 
     @property
     def other_policies(self) -> dict[str, Any]:

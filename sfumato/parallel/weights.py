@@ -278,7 +278,7 @@ def refuse_not_finite(
         )
 
 
-def build_on_meta(build: Callable[[], nn.Module], smallest: int = 0) -> nn.Module:
+def build_on_meta(build: Callable[[], nn.Module], smallest: int | None = None) -> nn.Module:
     """Builds a module whose parameters take no memory, while its buffers have their values.
 
     Buffers that are computed when a module is built (frequencies of rotary embeddings) are in no file, so they must be
@@ -286,16 +286,19 @@ def build_on_meta(build: Callable[[], nn.Module], smallest: int = 0) -> nn.Modul
 
     Args:
         build: builds the module on the CPU; each parameter has memory until it is registered.
-        smallest: parameters of fewer elements stay on the CPU.
+        smallest: parameters of fewer elements stay on the CPU, and those on meta are initialised, for who records that.
+            None: all are on meta, and transformers initialises none of them, which would take time alone.
     """
     register = nn.Module.register_parameter
 
     def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
         # A parameter on meta is kept as the object that it is: it may be registered again, as a tied weight.
-        if param is not None and not param.is_meta and param.numel() >= smallest:
+        if param is not None and not param.is_meta and param.numel() >= (smallest or 0):
             attributes = param.__dict__
             param = type(param)(param.detach().to("meta"), requires_grad=param.requires_grad)
             vars(param).update(attributes)
+            if smallest is None:
+                vars(param)["_is_hf_initialized"] = True
         register(self, name, param)
 
     nn.Module.register_parameter = register_on_meta

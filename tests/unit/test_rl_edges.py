@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from sfumato.algorithms.advantages import GDPO, BestWorst, GroupAdvantage, LeaveOneOut
-from sfumato.errors import RewardError
+from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import LARGEST, check_values
 from sfumato.rewards.scoring.scorer import Scorer
@@ -117,6 +117,13 @@ def test_gdpo_refuses_a_huge_reward_too() -> None:
     rewards, group = torch.tensor([1e200, 0.0], dtype=torch.float64), torch.zeros(2, dtype=torch.long)
     with pytest.raises(ValueError, match="in magnitude"):
         GDPO().compute(rewards, group, {"a": rewards}, {"a": 1.0})
+
+
+def test_a_reward_below_zero_is_no_weight_of_an_error(tmp_path: Path) -> None:
+    reward = {"rewards": [{"type": "tests.unit.test_rl_edges:Fixed", "values": [0.5, -0.25, 1.0, 2.0]}]}
+    config = tiny_rl_config(tmp_path, train={"max_steps": 1}, reward=reward)
+    with pytest.raises(ConfigError, match=r"rwr .* one is -0\.25: set algorithm\.objective\.temperature"):
+        run_task_here("rl_diffusion_forward", {**config, "algorithm": {"recipe": "rwr"}})
 
 
 ACTIVE = {"updates": 2.0, "grad_norm": 0.1, "lr": 1e-4, "advantage/groups_without_spread": 0.5}
