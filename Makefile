@@ -1,4 +1,4 @@
-# make quickstart   set up, then pretrain a small text-to-image model and improve it by RL (about 15 minutes on 2 cores)
+# make quickstart   set up, then pretrain a small text-to-image model and improve it by RL (about 20 minutes on 2 cores)
 # make test         set up, then lint and test
 # make quick-test   the tests of single parts that take seconds, for the loop of a developer (at most 2 minutes)
 # make docs         build the documentation site into docs/_build; a warning is an error

@@ -250,4 +250,5 @@ def _save_samples(
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
         return
+    together.sort(key=lambda record: (record.kind, record.sample_id))  # files are equal on any number of ranks
     save_samples_and_grids(Path(config.train.output_dir), step, together, add=add)
