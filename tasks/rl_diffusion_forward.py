@@ -108,7 +108,7 @@ def train(config: ForwardRLConfig, run: Run, roles: Roles, loader: PromptLoader)
             {name: torch.tensor(values) for name, values in scores.components.items()},
             {reward.label: reward.weight for reward in config.reward.rewards if not reward.evaluation_only},
         )
-        config.algorithm.check_signs(advantages)
+        config.algorithm.check_lowest_advantage(float(advantages.values.min()))
         with run.timed("update"):
             metrics = roles.actor.map(
                 update_policy, batch.rank_batches, advantages, config, step, kind="update"

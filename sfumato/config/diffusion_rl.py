@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,9 +12,6 @@ from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import EvalConfig, RolloutConfig
 from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, ModelConfig, check_size, sound_size
 from sfumato.errors import ConfigError
-
-if TYPE_CHECKING:
-    from sfumato.algorithms.advantages import Advantages
 
 TRAJECTORIES = "sfumato.algorithms.objectives"
 FORWARD_PROCESS = "sfumato.algorithms.forward_process"
@@ -317,10 +314,9 @@ class ForwardAlgorithmConfig(DiffusionAlgorithmConfig):
         self._check_effect(decays, f", and algorithm.sample_with is {self.sample_with}")
         return self
 
-    def check_signs(self, advantages: Advantages) -> None:
+    def check_lowest_advantage(self, lowest: float) -> None:
         """Raises ConfigError for an advantage below 0 where the objective weighs errors by it: that loss would have no
         lower bound."""
-        lowest = float(advantages.values.min())
         if lowest < 0 and getattr(self.objective, "takes_both_signs", None) is False:
             raise ConfigError(
                 f"algorithm.objective: {self.objective.type} weighs samples by their advantages, and one is "

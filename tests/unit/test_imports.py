@@ -226,7 +226,7 @@ MOST_LINES = {
     "train_dit_dpo": 25_950,
     "train_image_tokenizer": 26_850,
     "train_omni": 36_950,
-    "train_text": 27_150,
+    "train_text": 27_200,
     "train_text_dpo": 27_100,
     "train_text_kto": 27_250,
     "train_text_reward": 26_400,
