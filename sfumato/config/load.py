@@ -103,11 +103,28 @@ class _TextLoader(_Loader):
         return super().construct_object(_as_text(node), deep)
 
 
-_Loader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as a string; this is the float of YAML 1.2
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+def _construct_int(_: _Loader, node: yaml.ScalarNode) -> int:
+    """A whole number, in which a leading zero means nothing."""
+    text = node.value.replace("_", "").lower()
+    return int(text, 16 if "0x" in text else 2 if "0b" in text else 10)
+
+
+# Numbers are those of YAML 1.2. YAML 1.1 reads 1e-5 as a text, 010 as 8 and 1:30 as 90, the last two of which nobody
+# means who writes a configuration.
+NUMBERS = {
+    "tag:yaml.org,2002:int": r"[-+]?(0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*)",
+    "tag:yaml.org,2002:float": (
+        r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+|"
+        r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+    ),
+}
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag not in NUMBERS]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(f"^(?:{_pattern})$"), list("-+0123456789."))
+_Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 
 
 def parse_yaml(text: str, name: str, as_written: bool = False) -> Any:

@@ -18,6 +18,10 @@ LONGEST_PATH = 4095
 """Bytes of a name and of a whole path that Linux takes."""
 
 
+VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)")
+"""An environment variable as shells write it."""
+
+
 def check_path(path: str) -> str:
     """The path with the home folder in the place of a leading ``~``.
 
@@ -26,6 +30,13 @@ def check_path(path: str) -> str:
     """
     if not path.strip():
         raise ValueError("a path must not be empty")
+    if path.strip() == "None" and not os.path.exists(path):
+        raise ValueError("None would be a path of this name: write null for no path")
+    if (variable := VARIABLE.search(path)) and not os.path.exists(path):
+        raise ValueError(
+            f"{variable[0]} would be a part of the path, since environment variables are not replaced here: write it "
+            "out, or give the path on the command line, where the shell replaces them"
+        )
     if any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in path):
         raise ValueError("a path must not hold control characters, such as line breaks")
     longest = max(len(part.encode()) for part in path.split("/"))

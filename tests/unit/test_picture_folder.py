@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import tarfile
 import unicodedata
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,39 @@ def test_masks_and_source_pictures_of_a_table_are_named_by_it(tmp_path: Path) ->
     assert said == []
     opened(tmp_path, said)
     assert said == [f'{tmp_path}: 1 pictures that its table does not name (1 .png): "a-mask.png"']
+
+
+@pytest.mark.parametrize("ending", [".parquet", ".arrow", ".tar"])
+def test_a_folder_of_shards_is_read_as_one_table(tmp_path: Path, ending: str) -> None:
+    """As snapshots of data sets are laid out: data/train-00000-of-00002.parquet, and a page that describes them."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "README.md").write_text("of data")
+    for number in range(2):
+        path = tmp_path / "data" / f"train-{number:05}-of-00002{ending}"
+        columns = {"image": [{"bytes": content(shade=number), "path": "a.png"}], "text": [f"text {number}"]}
+        if ending == ".parquet":
+            pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        elif ending == ".arrow":
+            table = pyarrow.table(columns)
+            with pyarrow.ipc.new_stream(path, table.schema) as writer:
+                writer.write_table(table)
+        else:
+            with tarfile.open(path, "w") as shard:
+                for name, blob in ((f"{number}.png", content(shade=number)), (f"{number}.text", b"text %d" % number)):
+                    info = tarfile.TarInfo(name.replace(".text", ".txt"))
+                    info.size = len(blob)
+                    shard.addfile(info, io.BytesIO(blob))
+    dataset = opened(tmp_path, said := [], **({"text_key": "txt"} if ending == ".tar" else {}))
+    assert [dataset.caption(index) for index in range(2)] == ["text 0", "text 1"] and said == []
+    assert [int(dataset.pixels(index)[0, 0, 0]) for index in range(2)] == [0, 1]
+
+
+def test_a_path_as_windows_writes_it_is_named_with_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    (tmp_path / "images" / "a.png").write_bytes(content())
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"image": "images\\a.png", "text": "a"}))
+    with pytest.raises(DataError, match=r"line 1: image file not found: .*: it is there as images/a.png; write"):
+        opened(tmp_path / "rows.jsonl", []).pixels(0)
 
 
 def test_links_to_folders_are_followed_once_and_links_to_files_are_files(tmp_path: Path) -> None:

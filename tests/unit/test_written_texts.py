@@ -104,6 +104,38 @@ parts: [{{type: told, name: {word}}}]
     assert load_config(Texts, tmp_path / "dumped.yaml") == said, "a resolved configuration can be run again"
 
 
+NUMBERS = {"010": 10, "-007": -7, "0x1F": 31, "0b11": 3, "1_000": 1000, "08": 8, "+3": 3, "0": 0}
+DECIMALS = {**NUMBERS, "1e-4": 1e-4, "1.e2": 100.0, ".5": 0.5, "-.5E+1": -5.0, "1_0.5": 10.5, "007.5": 7.5, "2.": 2.0}
+
+
+@pytest.mark.parametrize("written", DECIMALS)
+def test_numbers_are_those_of_yaml_1_2(written: str, tmp_path: Path) -> None:
+    """YAML 1.1 reads 010 as 8, and 1e-4 as a text."""
+    for result in (load(f"number: {written}\n", tmp_path), load("", tmp_path, "--number", written)):
+        assert result.number == DECIMALS[written]
+    if written in NUMBERS:
+        assert load(f"count: {written}\n", tmp_path).count == NUMBERS[written]
+
+
+@pytest.mark.parametrize("written", ["1:30", "1:30.5", "0o10", "1_e4", "_1", "1-2"])
+def test_what_is_no_number_is_refused(written: str, tmp_path: Path) -> None:
+    """YAML 1.1 reads 1:30 as 90."""
+    with pytest.raises(ConfigError, match="valid number"):
+        load(f"number: {written}\n", tmp_path)
+
+
+def test_paths_that_nobody_means_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for path in ("$HOME/data", "runs/${NAME}", "a_$RUN_ID"):
+        with pytest.raises(ConfigError, match=r"path: \$\S+ would be a part of the path.*not replaced here"):
+            load(f"path: '{path}'\n", tmp_path)
+        (tmp_path / path).mkdir(parents=True)
+        assert load(f"path: '{path}'\n", tmp_path).path == path
+    with pytest.raises(ConfigError, match="path: None would be a path of this name: write null"):
+        load("path: None\n", tmp_path)
+    assert load("path: 'cost $5'\n", tmp_path).path == "cost $5"
+
+
 def test_values_of_other_fields_are_what_yaml_says(tmp_path: Path) -> None:
     content = "switch: yes\nnumber: 1e-5\ncount: 1_000\nnumbers_by_name: {a: 3}\nanything: {a: no, b: 2}\nmaybe: null\n"
     result = load(content + "number_or_auto: 5\ntext_or_number: 5\npart: {type: told, scale: 2, note: ~}\n", tmp_path)

@@ -61,7 +61,10 @@ def find_file(row: dict[str, object], key: str, root: Path, where: str, kind: st
     if content is not None and BEGINNINGS.match(content):
         return content
     if problem == "does not exist":
-        raise DataError(f"{where}: {kind} file not found: {path}")
+        hint = ""
+        if "\\" in value and file_problem(root / value.replace("\\", "/"), or_folder=True) is None:
+            hint = f": it is there as {value.replace(chr(92), '/')}; write its path with slashes"
+        raise DataError(f"{where}: {kind} file not found: {path}{hint}")
     if len(value) > LONGEST_PATH:
         raise DataError(
             f"{where}: column {key!r} holds {len(value):,} letters, which are no path and no base64: {value}"

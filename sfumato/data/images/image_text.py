@@ -15,7 +15,7 @@ from sfumato.config.image_data import MASK, ImageDataConfig, ImageTextDataConfig
 from sfumato.config.paths import LONGEST_NAME
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
-from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, find_metadata
+from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, find_metadata, visible_files
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from PIL import Image
 
     from sfumato.data.files.file_rows import FileRows
+
+SHARD_ENDINGS = {".parquet", ".arrow", ".tar", ".jsonl"}
+"""Endings of tables; a folder that has some of them, and no pictures beside them, is read as these tables."""
 
 KEYS = ("image_key", "text_key", "source_image_key")
 
@@ -88,7 +91,9 @@ class ImageTextDataset:
             self.rows = rows
         elif path.is_dir() and not (listed := find_metadata(path)):
             self.rows = FolderRows(path, self._key, config.text_key, self._endings)
-            if len(self.rows) == 0:
+            if len(self.rows) == 0 and any(file.suffix in SHARD_ENDINGS for file in visible_files(path)):
+                self.rows = open_rows(path, config.text_key, "data.train_path")
+            elif len(self.rows) == 0:
                 raise DataError(f"data.train_path: {path} holds no {self._kind} ({', '.join(sorted(self._endings))})")
         else:
             tables = listed if path.is_dir() else [path]
