@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,7 +80,8 @@ def run(options: argparse.Namespace) -> int:
         from sfumato.tracking.model_card import write_card
 
         write_card(run_of(source), out)
-        print(printable(f"{out / 'README.md'}: the model card. To share it: hf upload OWNER/NAME {out}"))
+        command = f"hf upload OWNER/NAME {shlex.quote(str(out))}"
+        print(printable(f"{out / 'README.md'}: the model card. To share it: {command}"))
     if options.lora:
         for file in write_kohya(out, pipeline_class):
             print(printable(f"{file}: adapters with kohya's names"))

@@ -23,7 +23,7 @@ from sfumato.config.base import Section, inner_section, leaves
 from sfumato.config.file_checks import file_problem
 from sfumato.config.hub import has_hub_names, pin_revisions
 from sfumato.config.open_mappings import JsonObject
-from sfumato.config.paths import CHECKPOINT_NAME
+from sfumato.config.paths import CHECKPOINT_NAME, refuse_run_among_data
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
 from sfumato.errors import ConfigError
@@ -357,7 +357,7 @@ def load_config(
         raise _join_mistakes([f"{_locate(place, path, overrides)}: {TOO_LARGE}" for place in too_large])
     try:
         # as JSON, in which a strict schema still takes lists for tuples
-        return schema.model_validate_json(json.dumps(merged, default=str), strict=True)
+        config = schema.model_validate_json(json.dumps(merged, default=str), strict=True)
     except ValidationError as error:
         reasons = schema.reasons(data, overrides)
         lines = [
@@ -365,6 +365,8 @@ def load_config(
             for mistake in error.errors()
         ]
         raise _join_mistakes(lines) from error
+    refuse_run_among_data(getattr(config, "data", None), getattr(config, "train", None))
+    return config
 
 
 def _with_revisions_of_run(fields: JsonObject) -> JsonObject:

@@ -48,6 +48,22 @@ def check_path(path: str) -> str:
     return os.path.expanduser(path.lstrip()) if path.lstrip().startswith("~") else path
 
 
+def refuse_run_among_data(data: object, train: object) -> None:
+    """Raises ConfigError where the run folder is the folder of the data, to which its samples and lines would belong.
+
+    Args:
+        data, train: sections of a configuration, which may lack train_path and output_dir.
+    """
+    path, output_dir = getattr(data, "train_path", None), getattr(train, "output_dir", None)
+    if not (isinstance(path, str) and isinstance(output_dir, str) and os.path.isdir(path)):
+        return
+    if os.path.realpath(path) == os.path.realpath(output_dir):
+        raise ConfigError(
+            f"train.output_dir {output_dir} is the folder of data.train_path, where the run's own pictures and lines "
+            "would be read as data: name another one"
+        )
+
+
 def check_paths(paths: str) -> str:
     """``check_path`` of several paths with commas between them."""
     return ",".join(check_path(part) for part in paths.split(","))

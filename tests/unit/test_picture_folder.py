@@ -17,14 +17,17 @@ import pyarrow.parquet
 import pytest
 from PIL import Image
 
+from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig
+from sfumato.config.load import load_config
 from sfumato.data.files.picture_folder import visible_files
 from sfumato.data.files.rows import open_rows
 from sfumato.data.images.image_text import ImageTextDataset, open_image_text
 from sfumato.data.images.prompts import FileSource
 from sfumato.data.media.kinds import IMAGE_ENDINGS
 from sfumato.data.media.pictures import check_fit
-from sfumato.errors import DataError
+from sfumato.errors import ConfigError, DataError
+from tests.tiny import tiny_dit_config, write_config
 
 KINDS = {
     ".jpg": "JPEG",
@@ -180,6 +183,33 @@ def test_a_folder_of_shards_is_read_as_one_table(tmp_path: Path, ending: str) ->
     dataset = opened(tmp_path, said := [], **({"text_key": "txt"} if ending == ".tar" else {}))
     assert [dataset.caption(index) for index in range(2)] == ["text 0", "text 1"] and said == []
     assert [int(dataset.pixels(index)[0, 0, 0]) for index in range(2)] == [0, 1]
+
+
+def test_a_run_among_the_data_is_no_data(tmp_path: Path) -> None:
+    """Of pictures, and of a table of rows: a resume would else read what the run has drawn and written."""
+    (tmp_path / "a.png").write_bytes(content())
+    (tmp_path / "a.txt").write_text("a")
+    run = tmp_path / "runs" / "first"
+    (run / "samples").mkdir(parents=True)
+    for name in ("config.yaml", "environment.json", "samples/b.txt", "rows.jsonl"):
+        (run / name).write_text('{"text": "b"}')
+    (run / "samples" / "b.png").write_bytes(content())
+    dataset = opened(tmp_path, said := [])
+    assert [dataset.caption(index) for index in range(len(dataset))] == ["a"] and said == []
+    (tmp_path / "a.txt").unlink()
+    (tmp_path / "data.jsonl").write_text('{"text": "a"}')
+    assert len(open_rows(tmp_path, "text", "data.train_path")) == 1
+
+
+def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "linked").symlink_to(tmp_path / "data")
+    for name in ("data", "linked", "data/../data"):
+        config = tiny_dit_config(tmp_path, data={"data_type": "image_text", "train_path": str(tmp_path / "data")})
+        del config["data"]["glyphs"]
+        config["train"]["output_dir"] = str(tmp_path / name)
+        with pytest.raises(ConfigError, match=r"output_dir \S+ is the folder of data.train_path.*name another one"):
+            load_config(TrainDitConfig, write_config(config, tmp_path / "config.yaml"))
 
 
 def test_a_path_as_windows_writes_it_is_named_with_the_remedy(tmp_path: Path) -> None:

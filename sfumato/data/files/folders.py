@@ -46,6 +46,10 @@ SHARED_EXAMPLES = 3
 """Evaluation rows among the training rows that a note names."""
 
 
+OF_RUN = {"config.yaml", "environment.json"}
+"""Files of a run folder, which is no data where it lies among data."""
+
+
 @dataclass(frozen=True)
 class FolderFiles:
     """The files of a path that are read, and notes for the user, such as about the others in a folder."""
@@ -217,12 +221,17 @@ def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
 
 
 def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
-    """The files of known endings in a folder and its subfolders, without hidden ones."""
+    """The files of known endings in a folder and its subfolders, without hidden ones and those of runs."""
     inside = sorted(
         file
         for file in folder.rglob("*")
         if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
     )
+    names = {file.parent: set[str]() for file in inside if file.parent != folder}
+    for file in inside:
+        names.get(file.parent, set()).add(file.name)
+    runs = {parent for parent, names_inside in names.items() if names_inside >= OF_RUN}
+    inside = [file for file in inside if runs.isdisjoint(file.parents)]
     return _choose_files(inside, folder, option, held_out)
 
 

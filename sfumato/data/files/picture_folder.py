@@ -11,6 +11,7 @@ from pathlib import Path
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
+from sfumato.data.files.folders import OF_RUN
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import read_text
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS
@@ -43,10 +44,16 @@ def is_hidden(name: str) -> bool:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder and its subfolders, sorted, without hidden ones. A linked folder is read once."""
+    """The files of a folder and its subfolders, sorted, without hidden ones and those of runs.
+
+    A linked folder is read once.
+    """
     files = []
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
+        if OF_RUN.issubset(names) and Path(root) != folder:
+            folders.clear()
+            continue
         seen.add(os.path.realpath(root))  # a link to a folder above would be followed for ever
         folders[:] = sorted(
             name for name in folders if not is_hidden(name) and os.path.realpath(f"{root}/{name}") not in seen
