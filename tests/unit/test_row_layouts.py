@@ -197,6 +197,25 @@ def test_what_rows_are_read_as_is_said(tmp_path, kind):
         assert lines[1].startswith("rows: not read: column 'id'")
 
 
+@pytest.mark.parametrize("kind", ["mapping", "iterable"])
+def test_messages_that_carry_turn_markers_are_said(tmp_path, kind):
+    rendered = "<|im_start|>user\nq<|im_end|>\n"
+    rows = [
+        {"prompt": "q", "completion": "a", "text": rendered},  # a column that is not read
+        {"prompt": "q", "completion": "a<|im_end|>"},
+        {"prompt": rendered, "completion": "a"},
+    ]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = TextDataConfig(train_path=str(tmp_path / "rows.jsonl"), chat_template="chatml", datasets_type=kind)
+    (line,) = [
+        line
+        for line in describe_text_data(data, open_sources(data), None, build_transform(data, TOKENIZER), 1)
+        if "template" in line
+    ]
+    assert line.startswith("rows: 2 of the rows looked at, the first is ")
+    assert ("row 2, have" if kind == "iterable" else "line 2, have") in line and "(<|im_end|>, <|im_start|>)" in line
+
+
 def write_info(folder, **entry):
     (folder / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "rows.json", **entry}}))
 

@@ -403,6 +403,18 @@ def test_prompts_are_told_by_their_columns_and_said(tmp_path, name):
     assert prompt.metadata["answer"] == answer and said == [f"data.train_path: rows read as {name}"]
 
 
+def test_prompts_that_were_rendered_before_are_said(tmp_path):
+    """Rendered once more they are questions about a conversation, whose turns end within a message."""
+    rendered = chatml(("user", "hello"))
+    rows = [{"prompt": "hi", "note": rendered}, {"prompt": rendered}]
+    (_, twice), said = load(config_of(tmp_path, rows))
+    assert text_of(twice) == chatml(("user", rendered)) and len(said) == 2
+    assert said[1].startswith("data.train_path: 1 of the rows looked at, the first is ") and "line 2" in said[1]
+    assert "(<|im_end|>, <|im_start|>)" in said[1] and said[1].endswith("need data.chat_template none")
+    (_, once), said = load(config_of(tmp_path, rows, chat_template="none"))
+    assert text_of(once) == rendered and len(said) == 1
+
+
 def test_a_prompt_of_no_format_is_refused_with_the_formats_that_there_are(tmp_path):
     said = refusal(config_of(tmp_path, [{"text": "hi"}]))
     assert "no column 'prompt'; its columns are text." in said and all(name in said for name in TOLD)

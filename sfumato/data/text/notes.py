@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from typing import TYPE_CHECKING
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import describe_left_out, shared_line
@@ -26,6 +27,9 @@ from sfumato.data.text.row_layouts import (
     describe_layouts,
 )
 from sfumato.errors import DataError
+
+if TYPE_CHECKING:
+    from sfumato.data.text.chat import ChatTemplate
 
 LOOKED_AT = 64
 """Rows of a source whose keys are compared with those that are read."""
@@ -66,17 +70,22 @@ def describe_text_data(
     if keys is None:
         return lines
     layouts = layouts_of(transform)
-    if sources.files is not None:
-        for name, files in zip(sources.names, sources.files, strict=True):
-            lines += _describe_layout(name, layouts, _first_rows(files))
-        return lines
+    template = getattr(transform, "template", None)
     columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
     if layouts:
         columns |= {*CHANGED_COLUMNS, *(column for layout in layouts for column in layout.columns)}
-    template = getattr(transform, "template", None)
+    if sources.files is not None:
+        for name, files in zip(sources.names, sources.files, strict=True):
+            rows = _first_rows(files)
+            lines += _describe_layout(name, layouts, rows)
+            lines += _describe_markers(name, [(f"row {n}", row) for n, row in enumerate(rows, 1)], columns, template)
+        return lines
     for name, table in zip(sources.names, sources.rows, strict=True):
-        rows = [row for _, row in islice(readable_rows(table), LOOKED_AT)]
+        numbered_rows = [*islice(readable_rows(table), LOOKED_AT)]
+        rows = [row for _, row in numbered_rows]
         lines += _describe_layout(name, layouts, rows)
+        places = [(table.describe(index), row) for index, row in numbered_rows]
+        lines += _describe_markers(name, places, columns, template)
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
     if held_out is not None:
@@ -97,6 +106,18 @@ def _describe_layout(name: str, layouts: Sequence[ColumnLayout], rows: Sequence[
     """The line that says what rows of a source are read as; none where no row has a layout."""
     described = describe_layouts(layouts, rows)
     return [f"{name}: rows read as {described}"] if described else []
+
+
+def _describe_markers(
+    name: str, rows: Sequence[tuple[str, Mapping[str, object]]], columns: set[str], template: ChatTemplate | None
+) -> list[str]:
+    """The line about turn markers within the columns of rows; none for data without a chat template."""
+    if template is None:
+        return []
+    from sfumato.data.text.turn_markers import RENDERED_ROWS, describe_turn_markers
+
+    contents = [(place, [row[column] for column in columns & row.keys()]) for place, row in rows]
+    return describe_turn_markers(name, contents, template, RENDERED_ROWS)
 
 
 def _first_rows(files: Sequence[RowFile]) -> list[dict[str, object]]:

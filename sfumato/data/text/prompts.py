@@ -104,6 +104,12 @@ def load_text_prompts(
             f"data.{split}_path: {len(too_long)} of {index} prompts are longer than data.max_prompt_tokens "
             f"{config.max_prompt_tokens} and were {action}; the first is {too_long[0]}"
         )
+    if template.chat is not None:
+        from sfumato.data.text.turn_markers import RENDERED_PROMPTS, describe_turn_markers
+
+        contents = ((prompt.where, prompt.messages) for prompt in prompts)
+        for line in describe_turn_markers(f"data.{split}_path", contents, template.chat, RENDERED_PROMPTS):
+            log(line)
     if not prompts or (limit is not None and len(prompts) < limit):
         shortfall = "" if limit is None else f", but {limit} are asked for (eval.num_prompts)"
         dropped = f" and {len(too_long)} too long" if too_long and config.overlong == "drop" else ""
