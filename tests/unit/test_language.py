@@ -164,7 +164,8 @@ def test_a_folder_with_wrong_weights_is_refused(tmp_path, init_device):
         ({"hidden_sise": 3}, "hidden_sise: unknown key; did you mean 'hidden_size'"),
         ({"model_type": "qwen33"}, "did you mean 'qwen3'"),
         ({"num_attention_heads": "four"}, "transformers refuses it"),
-        ({"vocab_size": 100}, "the tokenizer has 259 tokens, the model's vocabulary 100"),
+        ({"vocab_size": 100}, "the tokenizer has 259 tokens, the model's vocabulary 100: take the"),
+        ({"vocab_size": 258}, "vocab_size 259 of a description or transformers' resize_token_embeddings(259)"),
     ],
 )
 def test_a_wrong_description_is_named(tmp_path, changes, reason):

@@ -179,7 +179,9 @@ def check_vocabulary(module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
     size = cast("nn.Embedding", module.get_input_embeddings()).num_embeddings
     if len(tokenizer) > size:
         raise ConfigError(
-            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}: they do not match"
+            f"the tokenizer has {len(tokenizer)} tokens, the model's vocabulary {size}: take the tokenizer that came "
+            f"with the model, or give the model rows for new tokens, vocab_size {len(tokenizer)} of a description or "
+            f"transformers' resize_token_embeddings({len(tokenizer)}) of a folder"
         )
 
 
