@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
-from sfumato.data.media.video_files import VideoHead
 from sfumato.data.media.videos import check_video, frames_at, read_frames
 from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.errors import DataError
@@ -98,11 +98,24 @@ def test_frames_of_uneven_length_are_taken_at_their_time(kind: str, tmp_path: Pa
     assert shades(path, 8)[0] == 0 and shades(path, 8)[-1] == 7
 
 
+@pytest.mark.parametrize("kind", ["gif", "webp", "png"])
+def test_frames_of_animated_images_are_taken_at_their_time(kind: str, tmp_path: Path) -> None:
+    """The fourth frame is shown for a second, the others for a tenth."""
+    first, *others = (Image.fromarray(np.full((48, 64, 3), 10 * number, np.uint8)) for number in range(8))
+    path = tmp_path / f"a.{kind}"
+    durations = [100, 100, 100, 1000, 100, 100, 100, 100]
+    lossless = {"lossless": True} if kind == "webp" else {}
+    first.save(path, save_all=True, append_images=others, duration=durations, **lossless)
+    assert shades(path, 5) == [0, 3, 3, 3, 7]
+    first.save(path, save_all=True, append_images=others, duration=100, **lossless)
+    assert shades(path, 8) == [*range(8)]
+    assert shades(path, 4) == [0, 2, 5, 7]
+
+
 def test_frames_of_nearly_even_length_are_those_of_a_constant_rate() -> None:
     times = [0.0, 33, 67, 100, 133, 167, 200]
-    head = VideoHead(len(times), 64, 48, 30.0, len(times), 1.0, 2, 2, times)
-    assert frames_at(head, np.linspace(0, 6, 4), np.linspace(0, 200, 4)) is None
-    assert frames_at(head._replace(times=[0.0] * 7), np.linspace(0, 6, 4), np.linspace(0, 0, 4)) is None
+    assert frames_at(times, np.linspace(0, 6, 4), np.linspace(0, 200, 4)) is None
+    assert frames_at([0.0] * 7, np.linspace(0, 6, 4), np.linspace(0, 0, 4)) is None
 
 
 def test_frames_with_sound_are_those_of_their_moment(tmp_path: Path) -> None:

@@ -426,7 +426,7 @@ def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
     try:
         return read_whole(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}") from error
+        raise DataError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
 
 
 def text_field(row: dict[str, object], key: str, where: str) -> str:

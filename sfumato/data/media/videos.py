@@ -80,15 +80,14 @@ def check_video(source: File, where: str) -> None:
         raise DataError(f"{where}: broken video ({describe_source(source)}): no frame can be read")
 
 
-def frames_at(head: VideoHead, positions: np.ndarray, times: np.ndarray) -> list[int] | None:
+def frames_at(shown_from: Sequence[float], positions: np.ndarray, times: np.ndarray) -> list[int] | None:
     """The frames that are shown at some times, of a video whose rate varies; None where it does not, or says no times.
 
     Args:
-        head: of the video.
+        shown_from: milliseconds from which on each frame is shown.
         positions: float ``[N]``: what the indices would be at a constant rate.
         times: float ``[N]``: in milliseconds, ascending.
     """
-    shown_from = np.asarray(head.times)
     if (np.diff(shown_from) <= 0).any():
         return None
     exact = np.interp(times, shown_from, np.arange(len(shown_from)))
@@ -185,11 +184,20 @@ def _spread_positions(total: int, count: int, where: str) -> list[int]:
 
 def _read_animation(source: File, count: int, where: str) -> list[Image.Image]:
     with open_image(source, where) as opened:
-        frames = []
-        for index in _spread_positions(getattr(opened, "n_frames", 1), count, where):
+        positions = _spread_positions(getattr(opened, "n_frames", 1), count, where)
+        shown_from = [0.0]
+        for index in range(getattr(opened, "n_frames", 1)):
             opened.seek(index)
-            frames.append(to_srgb(opened))
-        return frames
+            opened.load()  # after which Pillow knows for how long the frame of a WebP is shown
+            shown_from.append(shown_from[-1] + opened.info.get("duration", 0))
+        shown_from.pop()  # where the last one ends
+        times = np.linspace(0, shown_from[-1], count)
+        indices = frames_at(shown_from, np.linspace(0, len(shown_from) - 1, count), times) or positions
+        frames = {}
+        for index in dict.fromkeys(indices):
+            opened.seek(index)
+            frames[index] = to_srgb(opened)
+        return [frames[index] for index in indices]
 
 
 def _read_video_file(source: File, count: int, where: str) -> list[Image.Image]:
@@ -198,6 +206,6 @@ def _read_video_file(source: File, count: int, where: str) -> list[Image.Image]:
     def choose(head: VideoHead) -> Sequence[int]:
         positions = _spread_positions(head.num_frames, count, where)
         times = np.linspace(head.times[0], head.times[-1], count)
-        return frames_at(head, np.linspace(0, head.num_frames - 1, count), times) or positions
+        return frames_at(head.times, np.linspace(0, head.num_frames - 1, count), times) or positions
 
     return read_video(source, where, choose).read_all()

@@ -106,7 +106,7 @@ class VideoSoundDataset(ImageTextDataset):
                     f"which are {count / self._frame_rate:.2f} s: leave it out, or set a smaller data.num_frames"
                 )
             seconds = np.arange(count) / self._frame_rate
-            return frames_at(head, seconds * fps, head.times[0] + 1000 * seconds) or indices
+            return frames_at(head.times, seconds * fps, head.times[0] + 1000 * seconds) or indices
 
         return read_video(source, where, choose).read_all()
 
