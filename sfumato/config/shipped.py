@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,7 +54,8 @@ def _find(key: str, value: object, places: list[Path]) -> object:
     if key not in NAMES_A_FILE and code is None:
         return value
     name = value if code is None else code["file"]
-    if Path(name).is_absolute() or name.startswith("~") or Path(name).exists():
+    if Path(name).is_absolute() or name.startswith("~") or os.path.exists(name):
         return value
+    # os.path says of a name that is too long that it is not there, where pathlib raises OSError
     rest = "" if code is None else code["function"]
-    return next((f"{place / name}{rest}" for place in places if (place / name).is_file()), value)
+    return next((f"{place / name}{rest}" for place in places if os.path.isfile(place / name)), value)

@@ -136,6 +136,12 @@ def test_paths_that_nobody_means_are_refused(tmp_path: Path, monkeypatch: pytest
     assert load("path: 'cost $5'\n", tmp_path).path == "cost $5"
 
 
+def test_a_name_of_a_file_that_no_file_system_takes_is_refused(tmp_path: Path) -> None:
+    config = tiny_dit_config(tmp_path, model={"model_path": None, "config_path": "x" * 300})
+    with pytest.raises(ConfigError, match="a path of 300 bytes with a name of 300"):
+        load_config(TrainDitConfig, write_config(config, tmp_path / "config.yaml"))
+
+
 def test_values_of_other_fields_are_what_yaml_says(tmp_path: Path) -> None:
     content = "switch: yes\nnumber: 1e-5\ncount: 1_000\nnumbers_by_name: {a: 3}\nanything: {a: no, b: 2}\nmaybe: null\n"
     result = load(content + "number_or_auto: 5\ntext_or_number: 5\npart: {type: told, scale: 2, note: ~}\n", tmp_path)
