@@ -122,6 +122,13 @@ def test_plain_texts_become_what_they_become_alone(kind, limit, monkeypatch):
     assert together(transform, TEXT_ROWS, order) == [result[index] for index in order]
 
 
+def test_a_plain_text_that_carries_its_own_end_has_one():
+    transform = transform_of("plaintext", build_tokenizer())
+    ((ended,), (plain,)) = (transform({"text": text}, "row") for text in ("The answer<|endoftext|>", "The answer"))
+    assert ended.documents[0].input_ids.tolist() == plain.documents[0].input_ids.tolist()
+    assert ended.documents[0].input_ids.tolist().count(transform.tokenizer.eos_token_id) == 1
+
+
 def conversations():
     rows = []
     for number, content in enumerate(CONTENTS):

@@ -185,6 +185,8 @@ def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, t
     backend = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     settings = config.model_dump(include={"data_type", "text_keys", "max_seq_len", "overlong"})
     parts = [VERSION, backend, tokenizer.special_tokens_map, templates, settings, *source_of(config.data_type)]
+    if not templates:
+        parts.append("a text that carries its own end gets no other")
     if templates and (end_fingerprint := facts_of(tokenizer).fingerprint):
         parts.append(end_fingerprint)
     if any(GENERATION.search(template) for template in templates):

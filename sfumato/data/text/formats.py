@@ -172,7 +172,8 @@ class Process(TextFormat):
 class PlainTextTransform:
     """Cuts a text into pieces of at most ``max_seq_len`` tokens.
 
-    The text gets the end-of-sequence token, and in front the token that begins texts where the tokenizer puts one.
+    The text gets the end-of-sequence token, and in front the token that begins texts where the tokenizer puts one,
+    unless it has them already.
     """
 
     documents_per_sample: ClassVar[int] = 1
@@ -196,7 +197,9 @@ class PlainTextTransform:
         if len(tokens.input_ids) == 0:
             raise DataError(f"{where}: the tokenizer makes no token of {text!r}")
         input_ids = with_bos(tokens.input_ids, self.tokenizer)
-        input_ids = np.append(input_ids, np.int32(cast(int, self.tokenizer.eos_token_id)))
+        end = np.int32(cast(int, self.tokenizer.eos_token_id))
+        if input_ids[-1] != end:  # texts for tools that add none carry their own
+            input_ids = np.append(input_ids, end)
         cuts = list(range(self.max_seq_len, len(input_ids), self.max_seq_len))
         if cuts and cuts[-1] == len(input_ids) - 1:
             cuts[-1] -= 1  # a piece of one token would have nothing to learn
