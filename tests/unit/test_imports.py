@@ -225,7 +225,7 @@ MOST_LINES = {
     "train_dit": 24_250,
     "train_dit_dpo": 25_500,
     "train_image_tokenizer": 26_650,
-    "train_omni": 36_700,
+    "train_omni": 36_750,
     "train_text": 27_250,
     "train_text_dpo": 27_200,
     "train_text_kto": 27_350,
