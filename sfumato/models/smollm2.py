@@ -19,7 +19,7 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.config.writing import make_new_folder
 from sfumato.errors import DataError, MissingDependencyError, UserError
-from sfumato.models.language.older_readers import add_older_config_names, use_older_tokenizer_names
+from sfumato.models.older_readers import add_older_config_names, use_older_tokenizer_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

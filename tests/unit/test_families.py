@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -227,6 +228,18 @@ def test_a_saved_pipeline_loads_again_with_the_same_velocity(built: Built) -> No
     loaded = built.load()
     assert list(loaded.components) == list(built.model.components)
     assert torch.equal(built.velocity(loaded, 2.0), built.velocity(built.model, 2.0))
+
+
+def test_text_encoders_of_a_saved_pipeline_have_the_names_that_transformers_4_reads(built: Built) -> None:
+    for part in built.folder.iterdir():
+        if (part / "config.json").is_file():
+            config = json.loads((part / "config.json").read_text())
+            for settings in (config, config.get("text_config", {})):
+                rope = settings.get("rope_parameters") or {}
+                assert settings.get("rope_theta") == rope.get("rope_theta", settings.get("rope_theta"))
+        if (part / "tokenizer_config.json").is_file():
+            config = json.loads((part / "tokenizer_config.json").read_text())
+            assert config["tokenizer_class"] != "TokenizersBackend"
 
 
 def test_adapters_train_and_diffusers_loads_them(built: Built, tmp_path: Path) -> None:

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
-from sfumato.models.language.older_readers import add_older_config_names, use_older_tokenizer_names
+from sfumato.models.older_readers import add_older_config_names, use_older_tokenizer_names
 from tests.tiny_tokenizers import build_tokenizer
 
 LLAMA_3 = {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192}
 PUBLISHED: dict[str, dict[str, Any]] = {
-    "qwen3": {"rope_theta": 1000000, "rope_scaling": None},
+    "qwen3": {"rope_theta": 1000000, "rope_scaling": None, "torch_dtype": "bfloat16"},
     "llama": {"rope_theta": 500000.0, "rope_scaling": {**LLAMA_3, "rope_type": "llama3"}},
     "glm4": {"rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     "gemma3_text": {

@@ -56,7 +56,7 @@ EXCEPTIONS = {
     "models/language/model.py": IN_A_NEW_FOLDER,
     "models/lora.py": IN_A_NEW_FOLDER,
     "models/language/model_folder.py": IN_A_NEW_FOLDER,
-    "models/language/older_readers.py": IN_A_NEW_FOLDER,
+    "models/older_readers.py": IN_A_NEW_FOLDER,
     "models/language/streamed_export.py": IN_A_NEW_FOLDER,
     "models/omni/": IN_A_NEW_FOLDER,
     "models/language/scalar_head.py": IN_A_NEW_FOLDER,

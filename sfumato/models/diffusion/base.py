@@ -440,6 +440,8 @@ class DiffusionModel(FrozenParts):
         Raises:
             NonFiniteError: when another component has weights that are not finite.
         """
+        from sfumato.models.older_readers import use_older_names_in_pipeline
+
         weights = self.denoiser.state_dict() if weights is None else weights
         if self._adapters:
             from sfumato.models.lora import merge_adapters
@@ -456,6 +458,7 @@ class DiffusionModel(FrozenParts):
         pipeline = copy.copy(self.pipeline)
         pipeline.register_modules(**self.split_denoiser(plain))
         pipeline.save_pretrained(folder, safe_serialization=True)
+        use_older_names_in_pipeline(folder)
         if not self.encoders_freed:
             return
         assert self.source is not None, "encoders may be freed only when they can be found again"

@@ -223,7 +223,7 @@ class LanguageModel(PackedModel[TokenScores]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: write merged weights instead of adapters.
         """
-        from sfumato.models.language.older_readers import add_older_config_names
+        from sfumato.models.older_readers import add_older_config_names
 
         adapters = self._adapters()
         if self.vision is not None:
@@ -281,7 +281,7 @@ class LanguageModel(PackedModel[TokenScores]):
             name_ends(plain.config, self.tokenizer, self.source is not None)
 
         def end(folder: Path, biases: dict[str, Tensor]) -> None:
-            from sfumato.models.language.older_readers import add_older_config_names
+            from sfumato.models.older_readers import add_older_config_names
 
             if biases:  # of the balancer
                 save_file(biases, folder / "expert_biases.safetensors")

@@ -26,7 +26,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
             out: the end of texts stands in for it, and a later run that leaves padding out of the loss would leave out
             the end of texts, too.
     """
-    from sfumato.models.language.older_readers import use_older_tokenizer_names
+    from sfumato.models.older_readers import use_older_tokenizer_names
 
     pad = tokenizer.pad_token  # the run goes on with it after this export
     if facts_of(tokenizer).is_pad_added and not keeps_pad:

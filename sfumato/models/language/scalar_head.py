@@ -132,7 +132,7 @@ class ScalarModel(PackedModel[Tensor]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: without effect: adapters are always merged, since files of adapters hold no head.
         """
-        from sfumato.models.language.older_readers import add_older_config_names
+        from sfumato.models.older_readers import add_older_config_names
 
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         if adapters := self._adapters():

@@ -132,7 +132,7 @@ class OmniModel(LanguageModel):
 
         With a flow head, it also writes a diffusers pipeline of the parts that draw, ``drawing``.
         """
-        from sfumato.models.language.older_readers import add_older_config_names
+        from sfumato.models.older_readers import add_older_config_names
 
         heads = {name: weights.pop(name) for name in [*weights] if name.startswith(f"{NAME}.")}
         whole = dict(weights)

@@ -114,6 +114,9 @@ def save_drawing(
     """Writes a pipeline folder for ``tasks/rl_diffusion.py``, with the schedule of training, which has no shift."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
+    from sfumato.models.older_readers import use_older_names_in_pipeline
+
     scheduler = FlowMatchEulerDiscreteScheduler(shift=1.0)
     pipeline = LanguageToImagePipeline(head, scheduler, vae, foundation, tokenizer)
     pipeline.save_pretrained(folder, safe_serialization=True)
+    use_older_names_in_pipeline(folder)

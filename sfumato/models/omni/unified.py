@@ -135,7 +135,10 @@ class UnifiedModel(OmniModel):
             self.vision = vision
         ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
         if self.source is None:  # built from a description: there are no files to copy
+            from sfumato.models.older_readers import use_older_tokenizer_names
+
             self.processor.save_pretrained(folder)
+            use_older_tokenizer_names(folder)  # the processor has written the tokenizer's files, too
             self.image_tokenizer.generation_config(self.hf_tokenizer).save_pretrained(folder)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:

@@ -1,7 +1,7 @@
 """What programs built on transformers 4 read in a model's folder by other names than transformers 5 writes.
 
 Without those names such a program takes its own default for rotary positions, so that the model computes something else
-without a word, or it cannot load the tokenizer. transformers 5 reads them as it reads its own.
+without a word, takes another precision, or cannot load the tokenizer. transformers 5 reads them as it reads its own.
 """
 
 from __future__ import annotations
@@ -23,22 +23,24 @@ OWN_FIELDS = ("rope_theta", "partial_rotary_factor")
 
 
 def add_older_config_names(folder: Path) -> None:
-    """Adds ``rope_theta``, ``rope_scaling`` and their like to the config.json that transformers 5 wrote.
+    """Adds ``rope_theta``, ``rope_scaling``, ``torch_dtype`` and the like to a config.json of transformers 5.
 
     Args:
         folder: of the model; its config.json is written anew.
     """
     path = folder / "config.json"
     config = read_json_object(path)
-    _add_rope_names(config)
-    path.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+    _add_older_names(config)
+    _write(config, path)
 
 
-def _add_rope_names(config: dict[str, object]) -> None:
+def _add_older_names(config: dict[str, object]) -> None:
     """Adds the names to a configuration and to those of its parts, such as ``text_config``."""
     for part in [*config.values()]:
         if isinstance(part, dict):
-            _add_rope_names(part)
+            _add_older_names(part)
+    if isinstance(config.get("dtype"), str):
+        config["torch_dtype"] = config["dtype"]
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         return
@@ -69,4 +71,22 @@ def use_older_tokenizer_names(folder: Path) -> None:
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     if "model_specific_special_tokens" in config:
         config["extra_special_tokens"] = config.pop("model_specific_special_tokens")
+    _write(config, path)
+
+
+def use_older_names_in_pipeline(folder: Path) -> None:
+    """Does both for the text encoders and tokenizers that diffusers wrote into a pipeline's folder by transformers 5.
+
+    Args:
+        folder: of the pipeline; files of its parts are written anew.
+    """
+    for part in (path for path in folder.iterdir() if path.is_dir()):
+        if (part / "config.json").is_file():
+            add_older_config_names(part)
+        if (part / "tokenizer_config.json").is_file():
+            use_older_tokenizer_names(part)
+
+
+def _write(config: dict[str, object], path: Path) -> None:
+    """Writes a file of settings as transformers does."""
     path.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
