@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from pathlib import Path
 
@@ -165,6 +166,26 @@ def test_freed_encoders_serve_known_prompts_and_are_exported_again(folder: Path,
         model.encode_prompts(["a new prompt"])
     export_model(model, None, tmp_path / "hf_ckpt", ALONE)
     assert_same_images(before, by_diffusers(StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt"), 2.0))
+
+
+def test_tokenizers_are_exported_as_they_came(folder: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(folder, tmp_path / "source"))
+    (source / "tokenizer" / "merges.txt").write_text("#version: 0.2\n")  # which transformers 5 does not write
+    index = json.loads((source / "model_index.json").read_text())
+    index["tokenizer"] = ["transformers", "PreTrainedTokenizerFast"]  # an older name of the class
+    (source / "model_index.json").write_text(json.dumps(index))
+    model = build_diffusion_model(ModelConfig(model_path=str(source), max_sequence_length=TOKENS))
+    export_model(model, None, tmp_path / "hf_ckpt", ALONE)
+    for name in ("tokenizer", "tokenizer_2", "tokenizer_3"):
+        files = [path.name for path in (source / name).iterdir()]
+        assert sorted(path.name for path in (tmp_path / "hf_ckpt" / name).iterdir()) == sorted(files)
+        for file in files:
+            assert (tmp_path / "hf_ckpt" / name / file).read_bytes() == (source / name / file).read_bytes()
+    exported = json.loads((tmp_path / "hf_ckpt" / "model_index.json").read_text())
+    assert {name: exported[name] for name in index} == index
+    assert_same_images(
+        by_sfumato(model, 2.0), by_diffusers(StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt"), 2.0)
+    )
 
 
 def test_a_pipeline_without_t5_trains_and_loads(tmp_path: Path) -> None:

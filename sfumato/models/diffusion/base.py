@@ -429,7 +429,8 @@ class DiffusionModel(FrozenParts):
         return any(adapter.peft_type != "LORA" or _is_pissa(adapter) for adapter in self._adapters.values())
 
     def save_pipeline(self, folder: Path, weights: dict[str, Tensor] | None = None) -> None:
-        """Writes the whole pipeline as a standard diffusers folder; freed encoders are copied from ``source``.
+        """Writes the whole pipeline as a standard diffusers folder; freed encoders and tokenizers are copied from
+        ``source``.
 
         Adapters are merged into the weights.
 
@@ -459,15 +460,28 @@ class DiffusionModel(FrozenParts):
         pipeline.register_modules(**self.split_denoiser(plain))
         pipeline.save_pretrained(folder, safe_serialization=True)
         use_older_names_in_pipeline(folder)
-        if not self.encoders_freed:
+        self._copy_parts_of_source(folder)
+
+    def _copy_parts_of_source(self, folder: Path) -> None:
+        """Puts parts that the run did not change into the folder of an exported pipeline, as they came.
+
+        Freed encoders are not in the pipeline any more. Tokenizers are written by transformers 5 without the files that
+        the classes of the same names read in transformers 4.
+        """
+        if self.source is None:
+            assert not self.encoders_freed, "encoders may be freed only when they can be found again"
             return
-        assert self.source is not None, "encoders may be freed only when they can be found again"
-        # save_pretrained wrote no encoders, since the pipeline has none any more.
+        from transformers import PreTrainedTokenizerBase
+
         index_path = folder / "model_index.json"
         index = read_json_object(index_path)
         original = read_json_object(self.source / "model_index.json")
-        for name in self.encoder_names:
+        parts = self.pipeline.components.items()
+        names = [name for name, part in parts if isinstance(part, PreTrainedTokenizerBase) and name in original]
+        for name in (*names, *(self.encoder_names if self.encoders_freed else ())):
             if (self.source / name).is_dir():
+                if (folder / name).is_dir():  # not of encoders that were freed
+                    shutil.rmtree(folder / name)
                 shutil.copytree(self.source / name, folder / name)
             index[name] = original.get(name, [None, None])
         index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
