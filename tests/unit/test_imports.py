@@ -221,7 +221,7 @@ MOST_LINES = {
     "rl_diffusion_direct": 28_700,
     "rl_diffusion_forward": 29_100,
     "rl_text": 33_250,
-    "train_autoencoder": 21_250,
+    "train_autoencoder": 21_300,
     "train_dit": 24_250,
     "train_dit_dpo": 25_500,
     "train_image_tokenizer": 26_650,
