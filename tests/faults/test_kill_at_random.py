@@ -180,7 +180,7 @@ def kill_some(ranks: list[int], some: list[int]) -> int | None:
 
 def end_answers_early(patch: pytest.MonkeyPatch) -> None:
     """Answers of a model with random weights end at many lengths, since many tokens end them."""
-    patch.setattr(text_policy, "stop_tokens", lambda tokenizer: {*range(60), tokenizer.eos_token_id})
+    patch.setattr(text_policy, "stop_tokens", lambda template: {*range(60), *template.answer_end.stop_token_ids})
 
 
 def kill_again_and_again(case: str, config_path: str, undisturbed: str) -> None:

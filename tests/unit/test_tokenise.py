@@ -316,7 +316,7 @@ def test_tokenizers_start_no_threads_unless_a_person_says_so():
     code = """if True:
         import os, threading
         from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
-        from sfumato.data.text import build_transform
+        from sfumato.data.text.format import build_transform
         from tests.tiny_tokenizers import build_tokenizer
         config = TextDataConfig(synthetic=SyntheticTextConfig(), data_type="plaintext")
         tokenizer = build_tokenizer()
