@@ -186,6 +186,11 @@ def test_tokenizers_are_exported_as_they_came(folder: Path, tmp_path: Path) -> N
     assert_same_images(
         by_sfumato(model, 2.0), by_diffusers(StableDiffusion3Pipeline.from_pretrained(tmp_path / "hf_ckpt"), 2.0)
     )
+    shutil.rmtree(source)  # a run that ends without its model's folder is exported all the same
+    export_model(model, None, tmp_path / "later", ALONE)
+    assert_same_images(
+        by_sfumato(model, 2.0), by_diffusers(StableDiffusion3Pipeline.from_pretrained(tmp_path / "later"), 2.0)
+    )
 
 
 def test_a_pipeline_without_t5_trains_and_loads(tmp_path: Path) -> None:

@@ -468,8 +468,9 @@ class DiffusionModel(FrozenParts):
         Freed encoders are not in the pipeline any more. Tokenizers are written by transformers 5 without the files that
         the classes of the same names read in transformers 4.
         """
-        if self.source is None:
-            assert not self.encoders_freed, "encoders may be freed only when they can be found again"
+        assert self.source is not None or not self.encoders_freed, "encoders are freed only if they can be found again"
+        # A folder that is gone by the end of a run costs no export that can do without it.
+        if self.source is None or not (self.encoders_freed or (self.source / "model_index.json").is_file()):
             return
         from transformers import PreTrainedTokenizerBase
 
