@@ -45,6 +45,7 @@ from sfumato.rollout.diffusion.trajectories import (
     Trajectories,
     replay_trajectories,
     sample_trajectories,
+    sampled_by_other_graphs,
     sampled_on_policy,
     with_proximal_means,
 )
@@ -223,7 +224,7 @@ def update_policy(
     replay = Replay()
     update.pending.append(mismatch.numbers)
     is_on_policy = sampled_on_policy(update.batch, config, mesh, step)
-    rounds_apart = is_on_policy and config.train.compiles(model.device.type)  # graphs with gradients and without do
+    rounds_apart = sampled_by_other_graphs(update.batch, config, mesh, step, model.device.type)
     update.batch = with_proximal_means(model, update.batch, update.passes, config, is_on_policy, rounds_apart)
     for micro_batches in update.optimizer_steps():
         for micro in micro_batches:
@@ -233,8 +234,7 @@ def update_policy(
             new = replay_trajectories(model, sampled, conditioning, algorithm.dynamics, config.rollout.guidance_scale)
             behaviour = sampled.sampled_steps()  # by the policy that drew them
             if micro.is_first:
-                log_ratio = objective.ratio(new, behaviour).log_ratio
-                replay = probe.compare(log_ratio, micro.samples, model, config, step)
+                replay = probe.compare(new, micro.samples, model, config, step)
                 update.pending.append(replay.errors)
             # until the update's first optimiser step the policy is the proximal one itself
             means = sampled.proximal_rows if actor.policies.is_ahead else new.mean

@@ -344,7 +344,8 @@ def run_task_process(
         kill_signal: SIGKILL, or SIGTERM to be stopped in good order.
         num_processes: data-parallel processes.
         env: environment variables laid over this process's own. One process is a copy of one that has imported what it
-            needs (``tests/forked.py``), but with a variable that MKL reads while it is loaded a new python.
+            needs (``tests/forked.py``); a new python on a GPU, where imports have started CUDA, and with a variable
+            that MKL reads while it is loaded.
         timeout_s: seconds after which the run is killed and the test fails.
     """
     settings = merge(yaml.safe_load(config_path.read_text(encoding="utf-8")), parse_overrides(list(overrides)))
@@ -361,7 +362,8 @@ def run_task_process(
     log = config_path.with_suffix(".log")
     earlier_log = _inode(output_dir / "metrics.jsonl")  # a run that begins or resumes replaces the file
     with log.open("wb") as file:
-        if num_processes == 1 and not any(name.startswith("MKL_") for name in env or {}):
+        is_copy = num_processes == 1 and DEVICE == "cpu" and not any(name.startswith("MKL_") for name in env or {})
+        if is_copy:
             process = ForkedScript(arguments, ROOT, environment, log)
         else:
             command = [sys.executable, *arguments] if num_processes == 1 else ["bash", "train.sh", *arguments]

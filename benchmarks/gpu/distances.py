@@ -196,20 +196,22 @@ def replay_distance(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mes
     gradients = [parameter.grad for parameter in model.denoiser.parameters() if parameter.grad is not None]
     assert gradients and all(bool(gradient.isfinite().all()) for gradient in gradients), "gradients are not finite"
     model.denoiser.zero_grad()
-    largest = float(log_ratio.detach().abs().max())
-    # the bound of the run's own self-check, for a rollout of this very policy
+    # as the run's own self-check measures it, for a rollout of this very policy
     rollout_of_now = cast("DiffusionRollout", SimpleNamespace(kept=replayed_rows, versions=[0] * count))
-    bound = compare_rows(model, config, mesh).compare(log_ratio, rollout_of_now, model, config, step=0).bound
-    assert bound is not None
-    distance = (replay.mean.detach() - sampled.means).norm() / sampled.means.norm()
-    return {
-        "share_of_bound": largest / bound if bound else largest / torch.finfo(torch.float32).tiny,
-        "largest_log_ratio": largest,
-        "bound": bound,
+    row_probe = compare_rows(model, config, mesh)
+    checked = row_probe.compare(replay, rollout_of_now, model, config, step=0)
+    log_ratios, distances = list(checked.errors)[: len(steps)], list(checked.errors)[len(steps) :]
+    values = {
+        "largest_log_ratio": max(log_ratios),
         "tolerance": algorithm.objective.replay_tolerance,
-        "means_differ_by": float(distance),
+        "log_ratios": log_ratios,
         "trained_steps": len(steps),
     }
+    if checked.largest_distance is not None:
+        values |= {"velocities_differ_by": distances, "compiling_changes": row_probe.rounding}
+        return values | {"share_of_bound": max(distances) / checked.largest_distance}
+    assert checked.bound is not None
+    return values | {"share_of_bound": max(log_ratios) / (checked.bound or torch.finfo(torch.float32).tiny)}
 
 
 def example_conditioning(model: DiffusionModel, height: int, width: int) -> Conditioning:

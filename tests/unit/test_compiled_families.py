@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.diffusion.self_check import Replay, replay_errors
+from sfumato.rollout.diffusion.self_check import Replay, largest_of_steps
 from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests import tiny_families
 from tests.tiny import DEVICE, MESH_DEVICE
@@ -81,7 +82,8 @@ def test_compiled_blocks_sample_and_replay_as_plain_ones(family: str, tmp_path: 
     part = sampled.rows(torch.arange(2))  # two samples of two steps: the rollout's four rows
     new = replay_trajectories(model, part, conditioning, FlowSDE(0.7), 3.0)
     log_ratio = objective.ratio(new, part.sampled_steps()).log_ratio
-    Replay(replay_errors(log_ratio, TRAINED), TRAINED, torch.float32, objective.replay_tolerance).check()
+    replay = Replay.of(largest_of_steps(log_ratio, TRAINED), None, TRAINED, torch.float32)
+    replace(replay, bound=objective.replay_tolerance).check()
     log_ratio.sum().backward()
     with_gradient = [
         parameter for parameter in model.denoiser.parameters() if parameter.grad is not None and parameter.grad.any()

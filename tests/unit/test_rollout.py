@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from sfumato.config.sections import ModelConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.load import build_diffusion_model
-from sfumato.rollout.diffusion.self_check import Replay, replay_errors
+from sfumato.rollout.diffusion.self_check import Replay, largest_of_steps
 from sfumato.rollout.diffusion.trajectories import Trajectories, replay_trajectories, sample_trajectories
 from tests.rows import ROUNDING
 
@@ -115,7 +116,8 @@ def test_steps_outside_the_window_are_deterministic(model: DiffusionModel) -> No
 
 def test_the_self_check_names_the_step_and_the_dtype() -> None:
     def check(log_ratio: torch.Tensor, steps: list[int], bound: float | None) -> float:
-        return Replay(replay_errors(log_ratio, steps), steps, torch.float32, bound).check()
+        replay = Replay.of(largest_of_steps(log_ratio, steps), None, steps, torch.float32)
+        return replace(replay, bound=bound).check()
 
     log_ratio = torch.tensor([[0.0, 1e-6, 0.0], [0.0, -3e-4, 1e-6]]).flatten()
     assert check(log_ratio, [4, 5, 6], None) == pytest.approx(3e-4)

@@ -4,6 +4,10 @@ When a run starts, ``probe_rows`` measures whether a row of the model's output d
 Kernels of matrix products and convolutions may be chosen by the shape of a batch, and then round differently. Rollout
 and replay put the same rows into batches of different shape or order. Where rows do not depend on that, the log-ratio
 before the first update must be exactly 0, and ``Replay.check`` requires it.
+
+Compiled blocks are different graphs with gradients and without, which round differently. By how much is measured when a
+run starts, as the distance of compiled and uncompiled velocities; those of rollout and replay must not be further apart
+than some of these.
 """
 
 from __future__ import annotations
@@ -11,18 +15,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sfumato.algorithms.dynamics import Dynamics, GaussianStep
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning
+from sfumato.parallel.memory import is_compiled
 from sfumato.parallel.mesh import Mesh, range_of_rank
+from sfumato.rollout.diffusion.trajectories import Trajectories
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
 
 if TYPE_CHECKING:
@@ -40,9 +47,19 @@ ROUNDINGS = 256
 """The log-ratio that the self-check allows where rows depend on their batch, in units of the dtype's epsilon: 3e-5 in
 float32."""
 
-COMPILED_ROUNDINGS = 16
-"""The rounding of the dtype by which means of compiled graphs with gradients and without may differ, in units of its
-epsilon: an allowance, which has not been measured on a GPU."""
+COMPILED_ROUNDINGS = 4
+"""How many times further than compiled and uncompiled velocities those of two compiled graphs may be apart."""
+
+SMALLEST_DISTANCE = 64 * torch.finfo(torch.float32).eps
+"""A relative distance of velocities that is allowed in any case: kernels add in different orders."""
+
+STALE_ADVICE = (
+    "; ratios of samples of older weights include this: algorithm.off_policy decoupled takes ratios to the policy of now"
+)
+"""Of a run whose ratios are those to older weights, of another process's graphs."""
+
+LARGEST_ROUNDING = 0.25
+"""Relative distance of compiled and uncompiled velocities that no rounding explains, not that of bf16 either."""
 
 
 @dataclass(frozen=True)
@@ -57,28 +74,26 @@ class RowProbe:
     layer: str = ""
     """The first layer whose output differed."""
     reason: str = ""
-    """Why nothing was measured."""
-    is_compiled: bool = False
-    """Whether rollout and replay are different compiled graphs."""
+    """Why no rows were compared."""
+    rounding: float | None = None
+    """How far the velocities of compiled and uncompiled blocks are apart, relative to the latter: the largest of the
+    rows of a batch. None where nothing is compiled."""
+    advice: str = ""
+    """What the user may want to change for it."""
 
     @property
     def is_exact(self) -> bool | None:
         """Whether no row differs; None where nothing was measured."""
         return not any(self.differences.values()) if self.differences else None
 
-    def bound(self, rows: int, tolerance: float, dtype: torch.dtype, size: int = 1) -> float:
-        """The largest log-ratio that the self-check lets pass.
+    def bound(self, rows: int, tolerance: float, dtype: torch.dtype) -> float:
+        """The largest log-ratio that the self-check lets pass where nothing is compiled.
 
         Args:
             rows: how many the replayed micro-batch has.
-            tolerance: a tenth of the objective's clip range; the bound is never above it, except for compiled blocks,
-                whose rounding does not enter the ratio.
+            tolerance: a tenth of the objective's clip range; the bound is never above it.
             dtype: in which the model computes.
-            size: numbers of a latent, over which the log-ratio is a mean: roundings of single ones average out.
         """
-        if self.is_compiled:
-            rounding = COMPILED_ROUNDINGS * torch.finfo(dtype).eps / math.sqrt(size)
-            return max(tolerance, rounding, ROUNDINGS * torch.finfo(torch.float32).eps)
         if self.is_exact is None:
             return tolerance
         # a size that was not measured counts as one whose rows differ
@@ -86,9 +101,14 @@ class RowProbe:
             return 0.0
         return min(tolerance, ROUNDINGS * torch.finfo(dtype).eps)
 
+    @property
+    def largest_distance(self) -> float | None:
+        """The largest relative distance of velocities that the self-check lets pass; None where nothing is compiled."""
+        return None if self.rounding is None else max(COMPILED_ROUNDINGS * self.rounding, SMALLEST_DISTANCE)
+
     def compare(
         self,
-        log_ratio: torch.Tensor,
+        new: GaussianStep,
         rollout: DiffusionRollout,
         model: DiffusionModel,
         config: TrajectoryRLConfig,
@@ -97,18 +117,26 @@ class RowProbe:
         """The errors of a replay, which are compared with the bound when ``Replay.check`` is called.
 
         Args:
-            log_ratio: float32 ``[R]`` of the policy to the one that sampled.
+            new: the R distributions of the replay.
             rollout: the replayed micro-batch. The bound holds only where all of it was sampled by this very policy.
             model: the policy.
             config: of the task.
             step: finished iterations.
         """
-        bound = None
-        dtype = model.compute_dtype
-        if config.algorithm.self_check and set(rollout.versions) == {step}:
-            size = rollout.kept.means[0, 0].numel()
-            bound = self.bound(len(log_ratio), config.algorithm.objective.replay_tolerance, dtype, size)
-        return Replay(replay_errors(log_ratio, rollout.kept.steps), rollout.kept.steps, dtype, bound)
+        sampled, objective, dtype = rollout.kept, config.algorithm.objective, model.compute_dtype
+        with torch.no_grad():
+            log_ratio = objective.ratio(new, sampled.sampled_steps()).log_ratio
+            errors = largest_of_steps(log_ratio, sampled.steps)
+            distances = None
+            if self.rounding is not None:
+                apart = velocity_distances(new, sampled, config.algorithm.dynamics)
+                distances = largest_of_steps(apart, sampled.steps)
+        replay = Replay.of(errors, distances, sampled.steps, dtype)
+        if not config.algorithm.self_check or set(rollout.versions) != {step}:
+            return replay
+        if distances is not None:
+            return replace(replay, largest_distance=self.largest_distance)
+        return replace(replay, bound=self.bound(len(log_ratio), objective.replay_tolerance, dtype))
 
     @property
     def environment(self) -> dict[str, object]:
@@ -117,11 +145,17 @@ class RowProbe:
         if self.differences:
             entry["differences"] = {f"{rows} rows": value for rows, value in self.differences.items()}
         entry |= {name: text for name in ("layer", "reason") if (text := getattr(self, name))}
+        entry |= {} if self.rounding is None else {"compiled_velocities_differ_by": self.rounding}
         return {"row_probe": entry}
 
     @property
     def message(self) -> str:
         """A line for the user; empty where rows do not depend on the batch, or nothing was measured."""
+        if self.rounding is not None:
+            return (
+                f"compiled blocks change velocities by up to {self.rounding:.1e} of their size: "
+                f"the self-check lets replay and rollout differ by {self.largest_distance:.1e}{self.advice}"
+            )
         if self.is_exact is not False:
             return ""
         rows, worst = max(self.differences.items(), key=lambda item: item[1])
@@ -140,25 +174,40 @@ def probe_rows(actor: _Samples, config: TrajectoryRLConfig) -> RowProbe:
 def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) -> RowProbe:
     """Compares rows of one large batch with the same rows in batches of the sizes of this run, in another order.
 
-    It takes a forward pass for each size. All ranks call it.
+    It takes a forward pass for each size, or where blocks are compiled one with them and one without. All ranks call
+    it.
 
     Args:
         model: the policy, which samples and is trained.
         config: of the run.
         mesh: of the actor's processes.
+
+    Raises:
+        SelfCheckError: when compiled blocks compute something else.
     """
+    if is_compiled(model.denoiser):
+        rounding = mesh.max(_compiled_distance(model, config, mesh), over="world")
+        if not rounding <= LARGEST_ROUNDING:
+            raise SelfCheckError(
+                f"compiled blocks compute something else than uncompiled ones: the velocity differs by {rounding:.1%} "
+                f"of its size (model in {model.compute_dtype}): set train.compile false"
+            )
+        stale = config.rollout.staleness > 0 and not config.algorithm.off_policy.uses_proximal
+        return RowProbe(
+            reason="compiled blocks round differently with gradients",
+            rounding=rounding,
+            advice=STALE_ADVICE if stale else "",
+        )
     reason = _why_not_measured(model, config)
     if reason:
-        is_compiled = config.rollout.hybrid_engine and config.train.compiles(model.device.type)
-        return RowProbe(reason=reason, is_compiled=is_compiled)
+        return RowProbe(reason=reason)
     sampled, replayed = batch_sizes(config, mesh.data_size)
     sizes = sorted({*sampled, *replayed})
     is_split = mesh.layout.cfg > 1
     guided = config.rollout.guidance_scale != 1.0 and not model.embeds_guidance and not is_split
     count = max(sizes)
-    latents = keyed_normal(model.latent_shape(*config.rollout.size), 0, "row probe", 0, range(2 * count), model.device)
-    sigma = torch.linspace(0.1, 0.9, 2 * count, device=model.device)
-    example = Conditioning(model.example_embeddings(*config.rollout.size[:2])).to(model.device)
+    latents, sigma = _example_rows(model, config, 2 * count)
+    example = _example_conditioning(model, config)
 
     def velocity(rows: list[int]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         # with guidance the model computes both branches in one batch, so it has twice as many rows
@@ -182,6 +231,55 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     return RowProbe(differences, tuple(sampled), layer)
 
 
+def _compiled_distance(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) -> float:
+    """The largest relative distance of a row's compiled velocity from its uncompiled one, in a batch of the rollout."""
+    count = max(batch_sizes(config, mesh.data_size)[0])
+    latents, sigma = _example_rows(model, config, count)
+    example = _example_conditioning(model, config)
+    # guidance enlarges what rounding has made of two branches, so they must not be one
+    other = {name: value.flip(-1) if value.is_floating_point() else value for name, value in example.tensors.items()}
+    conditioning = replace(example.rows([0] * count), negative=other)
+
+    def velocity() -> torch.Tensor:
+        with torch.no_grad(), model.evaluating():
+            return model.predict_velocity(latents, sigma, conditioning, config.rollout.guidance_scale).flatten(1)
+
+    compiled = velocity()
+    with torch.compiler.set_stance("force_eager"):
+        uncompiled = velocity()
+    return float(((compiled - uncompiled).norm(dim=1) / uncompiled.norm(dim=1)).max())
+
+
+def _example_rows(model: DiffusionModel, config: TrajectoryRLConfig, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Latents ``[count, ...]`` and noise levels ``[count]`` of a probe."""
+    shape = model.latent_shape(*config.rollout.size)
+    latents = keyed_normal(shape, 0, "row probe", 0, range(count), model.device)
+    return latents, torch.linspace(0.1, 0.9, count, device=model.device)
+
+
+def _example_conditioning(model: DiffusionModel, config: TrajectoryRLConfig) -> Conditioning:
+    """One row of embeddings that no prompt has."""
+    return Conditioning(model.example_embeddings(*config.rollout.size[:2])).to(model.device)
+
+
+def velocity_distances(new: GaussianStep, sampled: Trajectories, dynamics: Dynamics) -> torch.Tensor:
+    """How far the velocities of a replay are from those of the rollout, relative to their size.
+
+    A rollout keeps means, not velocities; but a mean is affine in the velocity.
+
+    Args:
+        new: the B x W distributions of the replay, sample by sample.
+        sampled: the B trajectories.
+        dynamics: of both.
+
+    Returns:
+        float32 ``[B x W]``.
+    """
+    at_rest = dynamics.step(torch.zeros_like(new.velocity), *sampled.levels()).mean
+    old_means = sampled.means.flatten(0, 1)
+    return (new.mean - old_means).flatten(1).norm(dim=1) / (new.mean - at_rest).flatten(1).norm(dim=1)
+
+
 def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
     """Sizes in rows of the batches of the rollout, and of the largest and the smallest batch of the replay.
 
@@ -203,44 +301,65 @@ class Replay:
     """Differences between replay and rollout before an update. They stay on the device until ``check`` reads them."""
 
     errors: Numbers = field(default_factory=Numbers)
-    """The largest absolute log-ratio of each of the W trained steps; empty where nothing was compared."""
+    """The largest absolute log-ratio of each of the W trained steps; empty where nothing was compared. Behind them,
+    where blocks are compiled, the largest relative distance of velocities of each."""
     steps: Sequence[int] = ()
     """The W trained steps."""
     dtype: torch.dtype = torch.float32
     """In which the model computes, for the message."""
     bound: float | None = None
     """The largest log-ratio that is allowed; None allows all."""
+    largest_distance: float | None = None
+    """The largest relative distance of velocities that is allowed; None allows all."""
+
+    @classmethod
+    def of(
+        cls, errors: torch.Tensor, distances: torch.Tensor | None, steps: Sequence[int], dtype: torch.dtype
+    ) -> Replay:
+        """Log-ratios, and distances of velocities where they are asked for, ``[W]`` each, as they are on the device."""
+        return cls(Numbers(errors, *([] if distances is None else [distances])), steps, dtype)
 
     def check(self) -> float:
-        """The largest error, 0 where nothing was compared. To be called before the optimiser's step.
+        """The largest log-ratio, 0 where nothing was compared. To be called before the optimiser's step.
 
         Raises:
-            SelfCheckError: where it is above the bound or NaN; names the denoising step and the dtype.
+            SelfCheckError: where something is above its bound or NaN; names the denoising step and the dtype.
         """
         values = list(self.errors)
         if not values:
             return 0.0
-        worst = max(range(len(values)), key=lambda index: (math.isnan(values[index]), values[index]))
-        largest = values[worst]
+        log_ratios, distances = values[: len(self.steps)], values[len(self.steps) :]
+        largest, step = self._worst(log_ratios)
+        where = "before the first update, replay and rollout differ at denoising step"
         if self.bound is not None and not largest <= self.bound:  # so NaN is refused, too
             raise SelfCheckError(
-                f"before the first update, replay and rollout differ at denoising step {self.steps[worst]} by a "
-                f"log-ratio of {largest:.2e} (allowed: {self.bound:.2e}; model in {self.dtype}). Use one batch shape "
-                "in both (rollout.micro_batch_size = train.micro_batch_size x trained steps), float32, or a wider clip "
-                "range; algorithm.self_check: false goes on anyway"
+                f"{where} {step} by a log-ratio of {largest:.2e} (allowed: {self.bound:.2e}; model in {self.dtype}). "
+                "Use one batch shape in both (rollout.micro_batch_size = train.micro_batch_size x trained steps), "
+                "float32, or a wider clip range; algorithm.self_check: false goes on anyway"
             )
+        if self.largest_distance is not None:
+            distance, step = self._worst(distances)
+            if not distance <= self.largest_distance:
+                raise SelfCheckError(
+                    f"{where} {step} by {distance:.1e} of the velocity (allowed: {self.largest_distance:.1e}, by what "
+                    f"compiling changes in this model; model in {self.dtype}). Set train.compile false, which must "
+                    "agree exactly; algorithm.self_check: false goes on anyway"
+                )
         return largest
 
+    def _worst(self, values: Sequence[float]) -> tuple[float, int]:
+        """The largest of the W values, or one that is NaN, and its denoising step."""
+        worst = max(range(len(values)), key=lambda index: (math.isnan(values[index]), values[index]))
+        return values[worst], self.steps[worst]
 
-def replay_errors(log_ratio: torch.Tensor, steps: Sequence[int]) -> Numbers:
-    """The largest absolute log-ratio of each of W steps, from those of a replay, ``[B x W]`` sample by sample."""
-    return Numbers(log_ratio.detach().abs().reshape(-1, len(steps)).amax(dim=0))
+
+def largest_of_steps(values: torch.Tensor, steps: Sequence[int]) -> torch.Tensor:
+    """The largest absolute value of each of W steps, ``[W]``, from those of a replay, ``[B x W]`` sample by sample."""
+    return values.detach().abs().reshape(-1, len(steps)).amax(dim=0)
 
 
 def _why_not_measured(model: DiffusionModel, config: TrajectoryRLConfig) -> str:
     """Why comparing rows would say nothing about rollout and replay; empty where it does."""
-    if config.train.compiles(model.device.type):
-        return "compiled blocks are compiled anew for each shape and for gradients: the distance is measured"
     if not config.rollout.hybrid_engine:
         return "another process samples"
     if len(model.split_denoiser(model.denoiser)) > 1:

@@ -58,6 +58,17 @@ class Trajectories(ReplayData):
         """``proximal_means`` of the B x W rows, sample by sample."""
         return None if self.proximal_means is None else self.proximal_means.flatten(0, 1)
 
+    def levels(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
+        """What the dynamics take of the B x W rows beside the velocity, sample by sample.
+
+        Returns:
+            The latents float32 ``[B x W, ...]``; the noise level before the step and after it, float32 ``[B x W]``; the
+            first level of the schedule below that of pure noise.
+        """
+        steps = torch.tensor(self.steps).repeat(len(self.latents))
+        sigma, sigma_next = (self.sigmas[to_device(index, self.sigmas.device)] for index in (steps, steps + 1))
+        return self.latents.flatten(0, 1), sigma, sigma_next, float(on_host(self.sigmas)[1])
+
     def sampled_steps(self) -> SampledSteps:
         """The B x W rows, sample by sample, as an objective takes them."""
         steps = torch.tensor(self.steps)
@@ -146,12 +157,10 @@ def replay_trajectories(
     Returns:
         The distribution of B x W rows, sample by sample.
     """
-    num_steps = len(trajectories.steps)
-    rows = trajectories.latents.flatten(0, 1)
-    steps = torch.tensor(trajectories.steps).repeat(len(trajectories.latents))
-    sigma, sigma_next = (trajectories.sigmas[to_device(index, rows.device)] for index in (steps, steps + 1))
-    velocity = model.predict_velocity(rows, sigma, conditioning.repeat_interleave(num_steps), guidance_scale)
-    return dynamics.step(velocity, rows, sigma, sigma_next, float(on_host(trajectories.sigmas)[1]))
+    conditioning = conditioning.repeat_interleave(len(trajectories.steps))
+    latents, sigma, sigma_next, sigma_max = trajectories.levels()
+    velocity = model.predict_velocity(latents, sigma, conditioning, guidance_scale)
+    return dynamics.step(velocity, latents, sigma, sigma_next, sigma_max)
 
 
 def sampled_on_policy(batch: DiffusionRollout, config: TrajectoryRLConfig, mesh: Mesh, step: int) -> bool:
@@ -165,6 +174,24 @@ def sampled_on_policy(batch: DiffusionRollout, config: TrajectoryRLConfig, mesh:
     return config.rollout.hybrid_engine and mesh.max(step - min(batch.versions)) == 0
 
 
+def sampled_by_other_graphs(
+    batch: DiffusionRollout, config: TrajectoryRLConfig, mesh: Mesh, step: int, device: str
+) -> bool:
+    """Whether the weights of now drew all samples, but in compiled graphs, which round otherwise than those of an
+    update, by more than a narrow clip range.
+
+    Where another process drew them and the off-policy correction takes the proximal policy, that sees to it.
+
+    Args:
+        batch, config, mesh, step: as in ``sampled_on_policy``.
+        device: type of device of the policy.
+    """
+    if not config.train.compiles(device):
+        return False
+    corrects = not config.rollout.hybrid_engine and config.algorithm.off_policy.uses_proximal
+    return mesh.max(step - min(batch.versions)) == 0 and not corrects
+
+
 def with_proximal_means(
     model: DiffusionModel,
     batch: DiffusionRollout,
@@ -176,9 +203,8 @@ def with_proximal_means(
     """The batch with ``proximal_means`` for optimiser steps after the first, in which the trained policy still is the
     proximal one.
 
-    They are computed where the off-policy correction needs them, and some samples are older. Compiled blocks are
-    another case. They round differently with gradients than without, by more than a narrow clip range. So even the
-    means of samples of this very policy are computed again, with the graph of the update.
+    They are computed where the off-policy correction needs them, and some samples are older; and where the samples
+    come from graphs that round otherwise: then by the graphs of the update.
 
     Args:
         model: the policy, before any optimiser step of the update.
@@ -187,7 +213,7 @@ def with_proximal_means(
         config: of the run.
         is_on_policy: see ``sampled_on_policy``. A separate sampler never is: it may be sharded otherwise, or compute
             otherwise.
-        rounds_apart: whether the policy that trains drew them, but with other graphs.
+        rounds_apart: see ``sampled_by_other_graphs``.
     """
     if not rounds_apart and (is_on_policy or not config.algorithm.off_policy.uses_proximal):
         return batch
