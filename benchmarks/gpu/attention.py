@@ -11,12 +11,14 @@ import copy
 import re
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.gpu.cells import Bound, Cell, Setting, relative_error
 from benchmarks.gpu.traces import KINDS
+from sfumato.models.language import capped_attention
 from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.packed_attention import register_packed_attention
 
@@ -70,7 +72,9 @@ def measure(setting: Setting, name: str) -> dict[str, Any]:
     module = make_layer(family, heads, settings, setting)
     longest = setting.size(8192, 256)
     values = {"error": error_beside_eager(module, setting)}
-    half, whole = (saved_bytes(module, make_positions(length, setting)) for length in (longest // 2, longest))
+    at_once = setting.size(capped_attention.QUERIES_AT_ONCE, 32)  # scores of shorter documents are kept
+    with mock.patch.object(capped_attention, "QUERIES_AT_ONCE", at_once):
+        half, whole = (saved_bytes(module, make_positions(length, setting)) for length in (longest // 2, longest))
     positions = make_positions(longest, setting)
     if setting.on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -134,18 +138,18 @@ def run(module: nn.Module, positions: Tensor) -> Tensor:
 def saved_bytes(module: nn.Module, positions: Tensor) -> int:
     """Bytes that autograd keeps of one forward pass, each storage once, without weights."""
     weights = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    storages: dict[int, int] = {}
+    storages: dict[int, torch.UntypedStorage] = {}  # held, so that no address is that of a later one
 
     def note(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in weights:
-            storages[storage.data_ptr()] = storage.nbytes()
+            storages[storage.data_ptr()] = storage
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         hidden = module(input_ids=tokens_of(positions), position_ids=positions, use_cache=False).last_hidden_state
     del hidden
-    return sum(storages.values())
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 def error_beside_eager(module: nn.Module, setting: Setting) -> float:

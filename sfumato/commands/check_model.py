@@ -24,7 +24,7 @@ from sfumato.errors import ConfigError, UserError
 from sfumato.models.diffusion.base import set_output, set_source_images
 from sfumato.models.diffusion.encoders import check_data_type
 from sfumato.models.estimate.flops import FlopCount
-from sfumato.models.estimate.memory_plan import Planned, RankMemory, plan_memory
+from sfumato.models.estimate.memory_plan import Planned, RankMemory, counts_compiled, plan_memory
 from sfumato.models.estimate.meta_models import (
     diffusion_model_on_meta,
     plan_autoencoder,
@@ -77,6 +77,8 @@ class ModelFindings:
     """Operations of training for each token, in documents of data.max_seq_len tokens."""
     ranks: list[RankMemory] = field(default_factory=list)
     """The first rank of each pipeline stage."""
+    counts_uncompiled: bool = False
+    """Whether blocks will be compiled, but are counted as if they were not: they will need less."""
     advice: list[tuple[str, int]] = field(default_factory=list)
     """Settings that would help, and the bytes that are needed with them."""
 
@@ -134,6 +136,12 @@ def check_model(
         findings.num_active = flops.active_weights
         findings.flops_per_token = flops.training([length]) / length
     findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
+    is_autoencoder = isinstance(config, TrainAutoencoderConfig)  # which is not compiled
+    findings.counts_uncompiled = not is_autoencoder and counts_compiled(config.train, layout, on_gpu)
+    # what compiled blocks keep takes a while to count, so only where it matters
+    if limit is not None and findings.counts_uncompiled and needed(findings.largest, on_gpu) > limit:
+        findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit, compiled=True)
+        findings.counts_uncompiled = False
     # advice only where it does not fit: each change builds and plans the model once more
     if limit is not None and needed(findings.largest, on_gpu) > limit:
         changes = _try_changes(config, layout, on_gpu, limit, show)
@@ -142,10 +150,10 @@ def check_model(
 
 
 def _plan_ranks(
-    config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None
+    config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None, compiled: bool = False
 ) -> list[RankMemory]:
     """The memory of the first rank of each pipeline stage; in RL with what an iteration takes besides the update."""
-    ranks = plan_memory(planned, _effective_train(config), layout.size)
+    ranks = plan_memory(planned, _effective_train(config), layout.size, compiled)
     if isinstance(config, TextRLConfig):
         (rank,) = ranks
         add_previous(rank, config)

@@ -119,6 +119,8 @@ def _show_memory(findings: Findings, console: Console) -> None:
     for part in dict.fromkeys(part for rank in ranks for part in rank.host):
         table.add_row(f"in CPU memory: {part}", *cells(rank.host.get(part, 0) for rank in ranks))
     console.print(table)
+    if findings.model.counts_uncompiled:
+        _print(console, "activations are those of blocks that are not compiled; compiled ones keep fewer")
     if findings.model.advice:
         advice = Table("what would help", f"{name} needed", "", title_justify="left")
         for change, size in findings.model.advice:

@@ -12,13 +12,15 @@ import yaml
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sfumato.config.load import load_config
+from sfumato.commands.check_model import check_model
+from sfumato.config.load import load_config, merge
 from sfumato.config.sections import LoraConfig, ModelConfig
-from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextDataConfig, TextTrainConfig
 from sfumato.config.text_rl import TextRLTrainConfig
 from sfumato.models.diffusion.frozen_parts import EMBED_BATCH
 from sfumato.models.diffusion.load import build_diffusion_model
+from sfumato.models.estimate.activation_memory import compile_without_code
 from sfumato.models.estimate.cuda_autocast import IN_FLOAT32, TO_FLOAT32, as_on_cuda
 from sfumato.models.estimate.frozen_passes import decoding_bytes, encoding_bytes
 from sfumato.models.estimate.memory_plan import RankMemory, count_activations, count_drawing, plan_memory
@@ -38,7 +40,7 @@ from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
 from sfumato.parallel.memory import apply_memory_savings
 from sfumato.parallel.plan import find_blocks, language_plan
 from sfumato.parallel.precision import compute_in
-from tests.tiny import write_tiny_pipeline
+from tests.tiny import tiny_text_config, write_tiny_pipeline
 from tests.unit.test_flops import KINDS
 
 LENGTH = 64
@@ -113,6 +115,34 @@ def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path, kind: str,
         expected, rel=0.1
     )
     assert len(activations.blocks) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3"])
+def test_compiled_blocks_keep_what_is_predicted(tmp_path: Path, kind: str) -> None:
+    planned, train = predicted(tmp_path, kind, mixed_precision="bf16", compile=True)
+    uncompiled = sum(count_activations(planned, train, Layout()).kept("none"))
+    activations = count_activations(planned, train, Layout(), compiled=True)
+    kept = sum(activations.kept("none"))
+    assert 0.3 * uncompiled < kept < uncompiled
+    module = real(kind)
+    compute_in(module, torch.bfloat16)
+    with compile_without_code(find_blocks(module, language_plan(module))):
+        expected = really_saved(module, bf16=True)
+    outside = activations.before + activations.after + activations.copies
+    assert outside + kept == pytest.approx(expected, rel=0.1)
+    assert not any("forward" in vars(block) for block in find_blocks(module, language_plan(module)).values())
+
+
+def test_compiled_blocks_are_counted_where_others_do_not_fit(tmp_path: Path) -> None:
+    config = tiny_text_config(tmp_path, train={"device": "cuda", "mixed_precision": "bf16", "max_steps": 1})
+    parsed = load_config(TrainTextConfig, overrides=config)
+    plenty, none, little = (check_model(parsed, Layout(), True, limit) for limit in (2**40, None, 2**20))
+    assert plenty.counts_uncompiled and none.counts_uncompiled and not little.counts_uncompiled
+    assert plenty.largest.parts == none.largest.parts
+    assert little.largest.parts["activations of blocks"] < plenty.largest.parts["activations of blocks"]
+    recomputed = merge(config, {"train": {"activation_checkpointing": "full"}})
+    assert not check_model(load_config(TrainTextConfig, overrides=recomputed), Layout(), True, None).counts_uncompiled
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])

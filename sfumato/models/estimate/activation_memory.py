@@ -7,8 +7,9 @@ some are run, since the others save the same: a model of 61 layers has two or th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers import DynamicCache
 
-from sfumato.parallel.memory import ATTENTION, COMMUNICATION, MATMUL, is_converted_weight, storage_of
+from sfumato.parallel.memory import (
+    ATTENTION,
+    COMMUNICATION,
+    MATMUL,
+    RECOMPILE_LIMIT,
+    is_converted_weight,
+    storage_of,
+)
 from sfumato.parallel.shards import local
 
 if TYPE_CHECKING:
@@ -62,7 +70,9 @@ class SavedBytes:
         return [getattr(block, mode) for block in self.blocks]
 
 
-def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], object]) -> SavedBytes:
+def count_saved(
+    module: nn.Module, blocks: Mapping[str, nn.Module], run: Callable[[], object], compiled: bool = False
+) -> SavedBytes:
     """Runs a forward pass and counts what autograd saves. Call it inside ``FakeTensorMode``, after ``make_fake``.
 
     Of equal blocks two are run.
@@ -71,20 +81,60 @@ def count_saved(module: nn.Module, blocks: Mapping[str, nn.Module], run: Callabl
         module: the model; its weights do not count.
         blocks: its repeated blocks, in the order in which they run.
         run: runs the forward pass with the loss.
+        compiled: count what compiled blocks save, without recomputation: ``selective`` is not counted then.
     """
     counter = _Counter(module, len(blocks))
     hooks = [hook for index, block in enumerate(blocks.values()) for hook in counter.watch(block, index)]
     try:
-        with (
-            run_some(blocks, counter.block_left, counter.block_repeats),
-            torch.autograd.graph.saved_tensors_hooks(counter.pack, lambda packed: packed),
-            counter,
-        ):
+        with ExitStack() as stack:
+            pack = counter.pack
+            if compiled:
+                stack.enter_context(compile_without_code(blocks))
+                pack = torch.compiler.disable(pack)
+            stack.enter_context(run_some(blocks, counter.block_left, counter.block_repeats))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed))
+            if not compiled:  # under a mode that watches operations nothing is compiled
+                stack.enter_context(counter)
             run()
     finally:
         for hook in hooks:
             hook.remove()
     return counter.saved
+
+
+@contextmanager
+def compile_without_code(blocks: Mapping[str, nn.Module]) -> Iterator[None]:
+    """Inside, blocks are compiled as far as their graphs, which are divided into forward and backward passes as torch's
+    compiler divides them: by a minimum cut of what is saved and what is computed again. No code is generated.
+
+    What cannot be compiled without values runs as it is, and so saves more.
+    """
+    import torch._dynamo
+    from functorch.compile import min_cut_rematerialization_partition, nop
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._inductor.decomposition import select_decomp_table
+
+    backend = aot_autograd(
+        fw_compiler=nop,
+        bw_compiler=nop,
+        partition_fn=min_cut_rematerialization_partition,
+        decompositions=select_decomp_table(),
+    )
+    replaced_forwards = {block: vars(block).get("forward") for block in blocks.values()}
+    with (
+        torch._dynamo.config.patch(suppress_errors=True, recompile_limit=RECOMPILE_LIMIT),
+        warnings.catch_warnings(action="ignore", category=UserWarning),  # of the compiler, which a run shows itself
+    ):
+        for block in blocks.values():
+            block.forward = torch.compile(block.forward, backend=backend, dynamic=False)
+        try:
+            yield
+        finally:
+            for block, forward in replaced_forwards.items():
+                del block.forward
+                if forward is not None:
+                    block.forward = forward
+            torch._dynamo.reset()
 
 
 class _CountingCache(DynamicCache):

@@ -98,19 +98,21 @@ class RankMemory:
         return max(sum(self.parts.values()), *self.phases.values(), 0)
 
 
-def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[RankMemory]:
+def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int, compiled: bool = False) -> list[RankMemory]:
     """Predicts the memory of the first rank of each pipeline stage, which has the largest shards of its stage.
 
     Args:
         planned: the model.
         train: the section train.
         num_ranks: number of processes.
+        compiled: count the activations of compiled blocks, which are fewer, in some ten seconds; see
+            ``counts_compiled``.
 
     Raises:
         ConfigError: when the model does not support the configured parallelism.
     """
     layout = Layout.of(train, num_ranks)
-    saved = count_activations(planned, train, layout)
+    saved = count_activations(planned, train, layout, compiled)
     stage_memories = []
     for stage in range(layout.pp):
         memory = RankMemory()
@@ -123,13 +125,20 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int) -> list[Ra
     return stage_memories
 
 
-def count_activations(planned: Planned, train: TrainConfig, layout: Layout) -> SavedBytes:
+def counts_compiled(train: TrainConfig, layout: Layout, on_gpu: bool) -> bool:
+    """Whether blocks will be compiled, and what compiled ones save can be counted: not shards of tensor parallelism,
+    nor where blocks are computed again."""
+    compiles = train.compiles("cuda" if on_gpu else "cpu")
+    return compiles and layout.tp == 1 and train.activation_checkpointing == "none"
+
+
+def count_activations(planned: Planned, train: TrainConfig, layout: Layout, compiled: bool = False) -> SavedBytes:
     """Counts what one micro-batch of one rank saves, with the layout's tensor parallelism.
 
     Other parallelism, checkpointing and offload are taken into account afterwards, in ``_add_activations``.
     """
     with _fake_module(planned, train, layout) as (module, blocks):
-        return count_saved(module, blocks, lambda: planned.run(module))
+        return count_saved(module, blocks, lambda: planned.run(module), compiled)
 
 
 def count_drawing(planned: Planned, train: TrainConfig, layout: Layout) -> int:

@@ -27,7 +27,6 @@ from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.conditioning import Conditioning
-from sfumato.parallel.memory import is_compiled
 from sfumato.parallel.mesh import Mesh, range_of_rank
 from sfumato.rollout.diffusion.trajectories import Trajectories
 from sfumato.rollout.diffusion.trajectory_sampler import DiffusionRollout
@@ -54,7 +53,7 @@ SMALLEST_DISTANCE = 64 * torch.finfo(torch.float32).eps
 """A relative distance of velocities that is allowed in any case: kernels add in different orders."""
 
 STALE_ADVICE = (
-    "; ratios of samples of older weights include this: algorithm.off_policy decoupled takes ratios to the policy of now"
+    "; ratios of samples of older weights include this: algorithm.off_policy decoupled takes them to the policy of now"
 )
 """Of a run whose ratios are those to older weights, of another process's graphs."""
 
@@ -185,6 +184,8 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     Raises:
         SelfCheckError: when compiled blocks compute something else.
     """
+    from sfumato.parallel.memory import is_compiled  # which has been loaded where anything is compiled
+
     if is_compiled(model.denoiser):
         rounding = mesh.max(_compiled_distance(model, config, mesh), over="world")
         if not rounding <= LARGEST_ROUNDING:
