@@ -353,7 +353,7 @@ def run_task_process(
     arguments = [f"tasks/{task}.py", str(config_path), *overrides]
     environment = {
         **os.environ,
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHON": sys.executable,
         "NPROC_PER_NODE": str(num_processes),
         "OMP_NUM_THREADS": "1",

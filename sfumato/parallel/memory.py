@@ -173,12 +173,6 @@ def apply_memory_savings(
         block.forward = BlockForward(block, mode, backend if compiles else None, offload, graph_breaks)
 
 
-def is_compiled(module: nn.Module) -> bool:
-    """Whether blocks of a model are compiled."""
-    forwards = (vars(block).get("forward") for block in module.modules())
-    return any(isinstance(forward, BlockForward) and forward.backend is not None for forward in forwards)
-
-
 def _compiler_works(device: str, backend: str, mesh: Mesh | None) -> bool:
     """Whether the compiler works on all ranks; if not, rank 0 says why. Blocks are then the same on all of them."""
     problem = compiler_problem(device, backend)

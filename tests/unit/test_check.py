@@ -171,10 +171,11 @@ def test_files_and_models_that_are_missing_are_named_together(tmp_path: Path) ->
 def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = text_config(tmp_path, positions=100000)
     path.write_text(path.read_text().replace("max_seq_len: 128", "max_seq_len: 100000"))
-    enough = check_config(path, device_gib=100)
+    uncompiled = {"train": {"compile": False}}
+    enough = check_config(path, uncompiled, device_gib=100)
     total = enough.model.largest.total
     assert enough.exit_code == FITS and not enough.model.advice and enough.needed_bytes > total
-    result = check_config(path, device_gib=0.6 * total / 2**30, show=True)
+    result = check_config(path, uncompiled, device_gib=0.6 * total / 2**30, show=True)
     said = capsys.readouterr()
     assert "check: building the model" in said.err and "check: what would need less memory  step 6/6" in said.err
     assert not said.out
@@ -182,7 +183,7 @@ def test_what_does_not_fit_is_said_with_what_would_help(tmp_path: Path, capsys: 
     advice = dict(result.model.advice)
     assert advice["train.activation_checkpointing full"] < 0.8 * result.needed_bytes
     assert "these together: activation_checkpointing, chunked_loss" in advice
-    full = check_config(path, {"train": {"activation_checkpointing": "full"}}, device_gib=100)
+    full = check_config(path, {"train": {"activation_checkpointing": "full", "compile": False}}, device_gib=100)
     assert advice["train.activation_checkpointing full"] == full.needed_bytes
     text = shown(result)
     assert "does not fit" in text and "what would help" in text and "chunked_loss true" in text

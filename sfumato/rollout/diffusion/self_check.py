@@ -46,8 +46,9 @@ ROUNDINGS = 256
 """The log-ratio that the self-check allows where rows depend on their batch, in units of the dtype's epsilon: 3e-5 in
 float32."""
 
-COMPILED_ROUNDINGS = 4
-"""How many times further than compiled and uncompiled velocities those of two compiled graphs may be apart."""
+COMPILED_ROUNDINGS = 2
+"""How many times further than compiled and uncompiled velocities those of two compiled graphs may be apart: 0.6 of it
+was measured at the size of Stable Diffusion 3.5 medium, in bf16 on an H200 (1.8 and 3.0 % of the velocity)."""
 
 SMALLEST_DISTANCE = 64 * torch.finfo(torch.float32).eps
 """A relative distance of velocities that is allowed in any case: kernels add in different orders."""
@@ -184,9 +185,7 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
     Raises:
         SelfCheckError: when compiled blocks compute something else.
     """
-    from sfumato.parallel.memory import is_compiled  # which has been loaded where anything is compiled
-
-    if is_compiled(model.denoiser):
+    if _is_compiled(model):
         rounding = mesh.max(_compiled_distance(model, config, mesh), over="world")
         if not rounding <= LARGEST_ROUNDING:
             raise SelfCheckError(
@@ -230,6 +229,13 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
         if largest and not layer:
             layer = _find_differing_layer(model, whole_sums, part_sums, whole_rows)
     return RowProbe(differences, tuple(sampled), layer)
+
+
+def _is_compiled(model: DiffusionModel) -> bool:
+    from sfumato.parallel.memory import BlockForward  # which has been loaded where anything is compiled
+
+    forwards = (vars(block).get("forward") for block in model.denoiser.modules())
+    return any(isinstance(forward, BlockForward) and forward.backend is not None for forward in forwards)
 
 
 def _compiled_distance(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) -> float:
