@@ -7,13 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
-from sfumato.config.load import load_config
+from sfumato.config.load import load_config, merge
 from sfumato.errors import SelfCheckError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.parallel import memory
@@ -22,7 +23,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.diffusion import trajectories
 from sfumato.rollout.diffusion.policy import build_policy
 from sfumato.rollout.diffusion.self_check import RowProbe, batch_sizes, compare_rows, velocity_distances
-from sfumato.rollout.diffusion.trajectories import Trajectories
+from sfumato.rollout.diffusion.trajectories import Trajectories, sampled_by_other_graphs
 from tests.role_runs import SEPARATE
 from tests.rows import ROUNDING
 from tests.tiny import load_task, run_task_here, run_task_process, tiny_rl_config, write_config, write_tiny_pipeline
@@ -155,6 +156,25 @@ def test_compiled_blocks_that_compute_something_else_are_refused(
     compiled_by(monkeypatch, 3.0)
     with pytest.raises(SelfCheckError, match=r"compute something else .* set train.compile false"):
         run_task_here("rl_diffusion", tiny_rl_config(tmp_path, train={"max_steps": 1, "compile": True}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "versions", "others"),
+    [
+        ({"train": {"compile": True}}, [3, 3], True),
+        ({"train": {"compile": True}}, [3, 2], False),  # of older weights: the ratio is to those
+        ({"train": {"compile": False}}, [3, 3], False),
+        (merge(SEPARATE, {"train": {"compile": True}}), [3, 3], True),
+        (
+            merge(SEPARATE, {"train": {"compile": True}, "algorithm": {"off_policy": {"type": "decoupled"}}}),
+            [3, 3],
+            False,  # the correction takes the proximal policy by itself
+        ),
+    ],
+)
+def test_whose_graphs_have_drawn(tmp_path: Path, changes: dict[str, Any], versions: list[int], others: bool) -> None:
+    batch = SimpleNamespace(versions=versions)
+    assert sampled_by_other_graphs(batch, config_with(tmp_path, **changes), ALONE, 3, "cpu") is others
 
 
 @pytest.mark.parametrize("dynamics", ["sde", "cps", "dance", "wan", "ddim"])
