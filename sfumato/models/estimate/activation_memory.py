@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +90,7 @@ def count_saved(
             pack = counter.pack
             if compiled:
                 stack.enter_context(compile_without_code(blocks))
-                pack = torch.compiler.disable(pack)
+                pack = cast("Callable[[Tensor], Tensor]", torch.compiler.disable(pack))
             stack.enter_context(run_some(blocks, counter.block_left, counter.block_repeats))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed))
             if not compiled:  # under a mode that watches operations nothing is compiled

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
+from sfumato.models.language.encoder_attention import reads_segments, register_segment_attention
+from sfumato.models.language.packed_attention import ATTENTION as PACKED
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,6 +32,7 @@ def set_attention(module: PreTrainedModel, attention: str) -> None:
     if not can_set_attention(module):
         raise ConfigError(f"{type(module).__name__} has an attention of its own, and none called {attention}")
     module.set_attn_implementation(attention_by_part(module.config, attention, type(module)))
+    attend_in_segments(module)
 
 
 def attention_by_part(config: PreTrainedConfig, attention: str, cls: type | None = None) -> str | dict[str, str]:
@@ -54,6 +57,18 @@ def attention_by_part(config: PreTrainedConfig, attention: str, cls: type | None
     return {"": encoder_attention} | {
         name: attention if part is decoder else encoder_attention for name, part in parts.items()
     }
+
+
+def attend_in_segments(module: PreTrainedModel) -> None:
+    """Gives the encoders of a model with the attention of packed rows that of segments, where they read these."""
+    decoder = module.config.get_text_config()
+    if decoder._attn_implementation != PACKED or not reads_segments(type(module)):
+        return
+    for name in module.config.sub_configs:
+        part = getattr(module.config, name)
+        if part is not decoder and getattr(part, "_attn_implementation", None) == "sdpa":
+            # not by ``set_attn_implementation``, which would look for a package of this name
+            part._attn_implementation = register_segment_attention()
 
 
 def rope_settings(config: PreTrainedConfig) -> list[Keywords]:

@@ -22,7 +22,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.models.language.hf_config import attention_by_part, can_set_attention
+from sfumato.models.language.hf_config import attend_in_segments, attention_by_part, can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION, register_packed_attention
 from sfumato.models.language.source_folder import (
     dequantizing,
@@ -332,9 +332,11 @@ def _make(
     """Makes transformers' module with random weights. Raises ConfigError when it does not support the attention."""
     try:
         by_part = attention_by_part(described, attention, auto_class._model_mapping.get(type(described), None))
-        return make_from_config(
+        module = make_from_config(
             auto_class, described, attn_implementation=by_part, dtype=dtype, trust_remote_code=trust
         )
+        attend_in_segments(module)
+        return module
     except (ValueError, KeyError) as error:
         if attention == "eager":
             raise ConfigError(f"transformers cannot make this {described.model_type}: {error}") from error
@@ -394,6 +396,7 @@ def _load(
             rest = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
             raise ConfigError(f"model.model_path {folder}: {kind.replace('_', ' ')}: {', '.join(wrong[:3])}{rest}")
     refuse_not_finite(module, folder)
+    attend_in_segments(module)
     return module
 
 

@@ -1,0 +1,94 @@
+"""Attention of encoders that read several images, videos or sounds as one row, each by itself or in windows.
+
+transformers' encoders hand the bounds of these segments to flash attention alone; for any other attention they cut the
+row in a loop in each layer, for which the host waits for the device, and which the compiler compiles anew for each
+number of segments. Here one call of torch's flash kernel computes all segments on CUDA in half precision; elsewhere
+segments of equal length that follow each other are computed as a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from itertools import groupby, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sfumato.parallel.kernels import choose_kernel
+
+SEGMENTS = "sfumato_flash_segments"
+"""Name in transformers' registries. Encoders ask whether a name contains "flash"."""
+
+
+def reads_segments(cls: type | None) -> bool:
+    """Whether the file of a model's class has an attention that takes bounds of segments, which encoders alone do."""
+    module = sys.modules.get(cls.__module__) if cls is not None else None
+    if module is None or not hasattr(module, "is_flash_attention_requested"):
+        return False
+    layers = (value for value in vars(module).values() if inspect.isclass(value) and issubclass(value, nn.Module))
+    return any("cu_seqlens" in inspect.signature(layer.forward).parameters for layer in layers)
+
+
+def register_segment_attention() -> str:
+    """Makes the attention known to transformers. Returns its name."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(SEGMENTS, torch.compiler.disable(_attention))
+    AttentionMaskInterface.register(SEGMENTS, AttentionMaskInterface()["sdpa"])  # of layers without segments
+    return SEGMENTS
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    cu_seq_lens_q: Tensor | None = None,
+    max_length_q: int | None = None,
+    **settings: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """As transformers calls it: queries, keys and values ``[1, H, T, D]``; returns ``[1, T, H, D]``.
+
+    Args:
+        cu_seq_lens_q: integers ``[segments + 1]``: where segments begin, and T.
+        max_length_q: the length of the longest.
+    """
+    if cu_seq_lens_q is None or dropout > 0:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **settings)
+    if choose_kernel(query, value) == "cuda_flash":
+        assert max_length_q is not None
+        return _attend_by_flash(query, key, value, cu_seq_lens_q.int(), max_length_q, scaling), None
+    bounds = cu_seq_lens_q.tolist()
+    lengths = [end - start for start, end in pairwise(bounds)]
+    outputs, start = [], 0
+    for length, group in groupby(lengths):
+        end = start + length * len(list(group))
+        # [1, H, n L, D] to [n, H, L, D]
+        queries, keys, values = (
+            tensor[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for tensor in (query, key, value)
+        )
+        output = functional.scaled_dot_product_attention(queries, keys, values, scale=scaling)
+        outputs.append(output.transpose(1, 2).flatten(0, 1))
+        start = end
+    return torch.cat(outputs)[None], None
+
+
+def _attend_by_flash(
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+) -> Tensor:
+    """``[1, T, H, D]`` by torch's CUDA kernel, which wants widths of multiples of 8."""
+    width = query.shape[-1]
+    inputs = [functional.pad(tensor[0].transpose(0, 1), (0, -width % 8)) for tensor in (query, key, value)]
+    scale = width**-0.5 if scale is None else scale
+    out = torch.ops.aten._flash_attention_forward(
+        *inputs, starts, starts, longest, longest, 0.0, False, False, scale=scale
+    )
+    return out[0][None, ..., :width]
