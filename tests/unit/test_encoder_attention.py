@@ -14,13 +14,14 @@ from torch.nn import functional
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
+from sfumato.errors import ConfigError
 from sfumato.models.language import encoder_attention
 from sfumato.models.language.encoder_attention import SEGMENTS, reads_segments
 from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model
 from tests.tiny_vision import tiny_vision_config
 
-LENGTHS = (3, 3, 1, 5, 5, 5, 2)
+LENGTHS = (3, 3, 1, 0, 5, 5, 5, 2)
 
 
 def inputs(*, requires_grad: bool = True) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -31,13 +32,16 @@ def inputs(*, requires_grad: bool = True) -> tuple[list[torch.Tensor], torch.Ten
     return [tensor.requires_grad_(requires_grad) for tensor in tensors], bounds
 
 
-def test_segments_are_those_of_torch_one_by_one() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+def test_segments_are_those_of_torch_one_by_one(causal: bool) -> None:
     tensors, bounds = inputs()
     actual, _ = encoder_attention._attention(
-        nn.Module(), *tensors, None, scaling=0.3, cu_seq_lens_q=bounds, max_length_q=5, is_causal=False
+        nn.Module(), *tensors, None, scaling=0.3, cu_seq_lens_q=bounds, max_length_q=5, is_causal=causal
     )
     parts = [
-        functional.scaled_dot_product_attention(*(tensor[:, :, start:end] for tensor in tensors), scale=0.3)
+        functional.scaled_dot_product_attention(
+            *(tensor[:, :, start:end] for tensor in tensors), is_causal=causal, scale=0.3
+        )
         for start, end in pairwise(bounds.tolist())
     ]
     expected = torch.cat(parts, 2).transpose(1, 2)
@@ -46,6 +50,13 @@ def test_segments_are_those_of_torch_one_by_one() -> None:
     ours, theirs = (torch.autograd.grad((result * weights).sum(), tensors) for result in (actual, expected))
     for one, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("setting", [{"dropout": 0.1}, {"softcap": 30.0}, {"sliding_window": 4}])
+def test_what_would_change_scores_is_refused(setting: dict[str, float]) -> None:
+    tensors, bounds = inputs()
+    with pytest.raises(ConfigError, match=f"uses {next(iter(setting))}, unknown .* set model.attention to sdpa"):
+        encoder_attention._attention(nn.Module(), *tensors, None, cu_seq_lens_q=bounds, max_length_q=5, **setting)
 
 
 def test_a_gpu_computes_all_segments_in_one_call() -> None:
@@ -59,7 +70,7 @@ def test_a_gpu_computes_all_segments_in_one_call() -> None:
 
     with mock.patch.object(encoder_attention, "choose_kernel", return_value="cuda_flash"):
         query, key, value = (torch.empty(1, 2, 24, 20, device="meta", dtype=torch.bfloat16) for _ in range(3))
-        bounds = torch.empty(8, dtype=torch.int64, device="meta")
+        bounds = torch.empty(9, dtype=torch.int64, device="meta")
         with mock.patch.object(torch.ops.aten, "_flash_attention_forward", noted):
             result, _ = encoder_attention._attention(
                 nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=5

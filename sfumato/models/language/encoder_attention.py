@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sfumato.parallel.kernels import choose_kernel
+from sfumato.errors import ConfigError
+from sfumato.parallel.kernels import CHANGES_SCORES, choose_kernel
 
 SEGMENTS = "sfumato_flash_segments"
 """Name in transformers' registries. Encoders ask whether a name contains "flash"."""
@@ -56,39 +57,52 @@ def _attention(
     """As transformers calls it: queries, keys and values ``[1, H, T, D]``; returns ``[1, T, H, D]``.
 
     Args:
-        cu_seq_lens_q: integers ``[segments + 1]``: where segments begin, and T.
+        cu_seq_lens_q: integers ``[segments + 1]``: where segments begin, and T; None of a layer without segments.
         max_length_q: the length of the longest.
+
+    Raises:
+        ConfigError: for what would change scores within segments and is not computed here.
     """
-    if cu_seq_lens_q is None or dropout > 0:
+    if cu_seq_lens_q is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **settings)
+    causal = settings.get("is_causal")
+    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
+    unsupported = [name for name in (*CHANGES_SCORES, "sliding_window") if settings.get(name) is not None]
+    unsupported += ["dropout"] * (dropout > 0) + ["attention_mask"] * (attention_mask is not None)
+    if unsupported:
+        raise ConfigError(
+            f"{type(module).__name__} uses {', '.join(unsupported)}, unknown to the attention of encoders' segments: "
+            "set model.attention to sdpa"
+        )
     if choose_kernel(query, value) == "cuda_flash":
         assert max_length_q is not None
-        return _attend_by_flash(query, key, value, cu_seq_lens_q.int(), max_length_q, scaling), None
-    bounds = cu_seq_lens_q.tolist()
-    lengths = [end - start for start, end in pairwise(bounds)]
+        return _attend_by_flash(query, key, value, cu_seq_lens_q.int(), max_length_q, scaling, causal), None
+    lengths = [end - start for start, end in pairwise(cu_seq_lens_q.tolist())]
     outputs, start = [], 0
-    for length, group in groupby(lengths):
+    for length, group in groupby(length for length in lengths if length):
         end = start + length * len(list(group))
         # [1, H, n L, D] to [n, H, L, D]
         queries, keys, values = (
             tensor[0, :, start:end].unflatten(1, (-1, length)).transpose(0, 1) for tensor in (query, key, value)
         )
-        output = functional.scaled_dot_product_attention(queries, keys, values, scale=scaling)
+        output = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=causal, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
         outputs.append(output.transpose(1, 2).flatten(0, 1))
         start = end
     return torch.cat(outputs)[None], None
 
 
 def _attend_by_flash(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, causal: bool
 ) -> Tensor:
     """``[1, T, H, D]`` by torch's CUDA kernel, which wants widths of multiples of 8."""
     width = query.shape[-1]
     inputs = [functional.pad(tensor[0].transpose(0, 1), (0, -width % 8)) for tensor in (query, key, value)]
     scale = width**-0.5 if scale is None else scale
     out = torch.ops.aten._flash_attention_forward(
-        *inputs, starts, starts, longest, longest, 0.0, False, False, scale=scale
+        *inputs, starts, starts, longest, longest, 0.0, causal, False, scale=scale
     )
     return out[0][None, ..., :width]
