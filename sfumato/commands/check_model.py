@@ -135,18 +135,26 @@ def check_model(
         length = config.data.max_seq_len
         findings.num_active = flops.active_weights
         findings.flops_per_token = flops.training([length]) / length
-    findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
-    is_autoencoder = isinstance(config, TrainAutoencoderConfig)  # which is not compiled
-    findings.counts_uncompiled = not is_autoencoder and counts_compiled(config.train, layout, on_gpu)
-    # what compiled blocks keep takes a while to count, so only where it matters
-    if limit is not None and findings.counts_uncompiled and needed(findings.largest, on_gpu) > limit:
-        findings.ranks = _plan_ranks(config, planned, layout, on_gpu, limit, compiled=True)
-        findings.counts_uncompiled = False
+    findings.ranks, findings.counts_uncompiled = _plan_for(config, planned, layout, on_gpu, limit)
     # advice only where it does not fit: each change builds and plans the model once more
     if limit is not None and needed(findings.largest, on_gpu) > limit:
         changes = _try_changes(config, layout, on_gpu, limit, show)
         findings.advice = [change for change in changes if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
     return findings
+
+
+def _plan_for(
+    config: TaskConfig, planned: Planned, layout: Layout, on_gpu: bool, limit: int | None
+) -> tuple[list[RankMemory], bool]:
+    """``_plan_ranks``, and whether blocks were counted as if they were not compiled, though they will be.
+
+    What compiled blocks keep takes a while to count, and is counted only where uncompiled ones are above the limit.
+    """
+    ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
+    is_compiled = not isinstance(config, TrainAutoencoderConfig) and counts_compiled(config.train, layout, on_gpu)
+    if limit is None or not is_compiled or max(needed(rank, on_gpu) for rank in ranks) <= limit:
+        return ranks, is_compiled
+    return _plan_ranks(config, planned, layout, on_gpu, limit, compiled=True), False
 
 
 def _plan_ranks(
@@ -320,5 +328,5 @@ def _needed_with(config: TaskConfig, changes: Mapping[str, object], layout: Layo
     train = config.train.model_copy(update=changes)
     changed = config.model_copy(update={"train": train, "model": model})
     layout = Layout.of(train, layout.size)
-    ranks = _plan_ranks(changed, planned_of(changed, layout, on_gpu), layout, on_gpu, limit)
+    ranks, _ = _plan_for(changed, planned_of(changed, layout, on_gpu), layout, on_gpu, limit)
     return max(needed(rank, on_gpu) for rank in ranks)

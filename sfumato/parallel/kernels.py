@@ -104,6 +104,44 @@ def attend_backward(
     )
 
 
+def attend_segments(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+) -> Tensor:
+    """Attention within the segments of a row, in one call of torch's CUDA flash kernel: half precision, widths to 256.
+
+    Args:
+        query: ``[T, H, D]``.
+        key, value: ``[T, Hk, D]`` and ``[T, Hk, Dv]``; Hk divides H.
+        starts: int32 ``[segments + 1]``: where segments begin, and T.
+        longest: tokens of the longest.
+        scale: of the scores.
+        causal: a token sees its segment up to itself.
+        window: of so many tokens, itself included, it sees the last; None is all.
+
+    Returns:
+        ``[T, H, Dv]``.
+    """
+    width = max(query.shape[-1], value.shape[-1])
+    width += -width % 8
+    # padding by nothing would copy
+    inputs = [
+        tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1]))
+        for tensor in (query, key, value)
+    ]
+    edges = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
+    out = torch.ops.aten._flash_attention_forward(
+        *inputs, starts, starts, longest, longest, 0.0, causal, False, scale=scale, **edges
+    )
+    return out[0][..., : value.shape[-1]]
+
+
 def choose_kernel(query: Tensor, value: Tensor) -> str:
     """The best kernel for device, dtype and width: cpu_flash, cuda_flash, cuda_efficient or math.
 

@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sfumato.commands.check_model import check_model
+from sfumato.commands.check_model import check_model, needed
 from sfumato.config.load import load_config, merge
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
@@ -137,9 +137,11 @@ def test_compiled_blocks_keep_what_is_predicted(tmp_path: Path, kind: str) -> No
 def test_compiled_blocks_are_counted_where_others_do_not_fit(tmp_path: Path) -> None:
     config = tiny_text_config(tmp_path, train={"device": "cuda", "mixed_precision": "bf16", "max_steps": 1})
     parsed = load_config(TrainTextConfig, overrides=config)
-    plenty, none, little = (check_model(parsed, Layout(), True, limit) for limit in (2**40, None, 2**20))
+    plenty, none = (check_model(parsed, Layout(), True, limit) for limit in (2**40, None))
+    little = check_model(parsed, Layout(), True, needed(plenty.largest, True) - 1)
     assert plenty.counts_uncompiled and none.counts_uncompiled and not little.counts_uncompiled
     assert plenty.largest.parts == none.largest.parts
+    assert not little.advice, "compiled blocks fit"
     assert little.largest.parts["activations of blocks"] < plenty.largest.parts["activations of blocks"]
     recomputed = merge(config, {"train": {"activation_checkpointing": "full"}})
     assert not check_model(load_config(TrainTextConfig, overrides=recomputed), Layout(), True, None).counts_uncompiled

@@ -150,6 +150,19 @@ def test_what_compiling_changes_is_measured(tmp_path: Path, monkeypatch: pytest.
     assert "compiled blocks change velocities by" in probes[1e-3].message and "decoupled" not in probes[1e-3].message
 
 
+def test_a_model_that_still_gives_zero_is_as_far_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_with(tmp_path, train={"compile": True})
+    compiled_by(monkeypatch, 1e-3)
+    model = model_of(config)
+    for parameter in model.denoiser.proj_out.parameters():
+        torch.nn.init.zeros_(parameter)
+    model.parallelize(ALONE, config.train)
+    assert compare_rows(model, config, ALONE).rounding == 0.0
+    torch.nn.init.constant_(next(model.denoiser.proj_out.parameters()), torch.nan)
+    with pytest.raises(SelfCheckError, match="velocity is not finite before anything was trained"):
+        compare_rows(model, config, ALONE)
+
+
 def test_compiled_blocks_that_compute_something_else_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -191,6 +204,9 @@ def test_the_distance_of_velocities_is_found_from_means(tmp_path: Path, dynamics
     distances = velocity_distances(new, sampled, config.algorithm.dynamics)
     expected = [0.02 * row / (1 + 0.02 * row) for row in range(6)]
     torch.testing.assert_close(distances, torch.tensor(expected), atol=1e-5, rtol=1e-4)
+    still = config.algorithm.dynamics.step(0 * off, *sampled.levels())
+    of_zero = replace(sampled, means=still.mean.unflatten(0, (2, 3)))
+    assert not velocity_distances(still, of_zero, config.algorithm.dynamics).any()
 
 
 def test_where_nothing_is_replayed_nothing_is_probed(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.kernels import CHANGES_SCORES, choose_kernel
+from sfumato.parallel.kernels import CHANGES_SCORES, attend_segments, choose_kernel
 
 SEGMENTS = "sfumato_flash_segments"
 """Name in transformers' registries. Encoders ask whether a name contains "flash"."""
@@ -78,9 +78,12 @@ def _attention(
         )
     if choose_kernel(query, value) == "cuda_flash":
         assert max_length_q is not None
-        return _attend_by_flash(query, key, value, cu_seq_lens_q.int(), max_length_q, scaling, causal), None
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return attend_segments(queries, keys, values, cu_seq_lens_q.int(), max_length_q, scale, causal)[None], None
     lengths = [end - start for start, end in pairwise(cu_seq_lens_q.tolist())]
-    outputs, start = [], 0
+    outputs = []
+    start = 0
     for length, group in groupby(length for length in lengths if length):
         end = start + length * len(list(group))
         # [1, H, n L, D] to [n, H, L, D]
@@ -93,16 +96,3 @@ def _attention(
         outputs.append(output.transpose(1, 2).flatten(0, 1))
         start = end
     return torch.cat(outputs)[None], None
-
-
-def _attend_by_flash(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float | None, causal: bool
-) -> Tensor:
-    """``[1, T, H, D]`` by torch's CUDA kernel, which wants widths of multiples of 8."""
-    width = query.shape[-1]
-    inputs = [functional.pad(tensor[0].transpose(0, 1), (0, -width % 8)) for tensor in (query, key, value)]
-    scale = width**-0.5 if scale is None else scale
-    out = torch.ops.aten._flash_attention_forward(
-        *inputs, starts, starts, longest, longest, 0.0, causal, False, scale=scale
-    )
-    return out[0][None, ..., :width]

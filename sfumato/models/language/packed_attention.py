@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sfumato.algorithms.device import on_host, to_device
 from sfumato.errors import ConfigError
 from sfumato.models.language.capped_attention import attend_capped
-from sfumato.parallel.kernels import packed_causal
+from sfumato.parallel.kernels import attend_segments, packed_causal
 from sfumato.parallel.positions import document_bounds, lengths_between
 
 ATTENTION = "sfumato_packed"
@@ -478,16 +478,10 @@ def _attend_windows(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring
 
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _Scoring) -> Tensor:
     """Attention of all rows joined, ``[H, T, D]``, in one call of a CUDA kernel. Returns ``[T, H, Dv]``."""
-    value_width = value.shape[-1]
-    width = max(query.shape[-1], value_width)
-    width += -width % WIDTHS["cuda"]
-    inputs = [_pad_width(tensor.transpose(0, 1), width) for tensor in (query, key, value)]
-    longest = rows.longest
-    window = {} if scoring.window is None else {"window_size_left": scoring.window - 1, "window_size_right": 0}
-    out = torch.ops.aten._flash_attention_forward(
-        *inputs, rows.starts, rows.starts, longest, longest, 0.0, True, False, scale=scoring.scale, **window
+    queries, keys, values = (tensor.transpose(0, 1) for tensor in (query, key, value))
+    return attend_segments(
+        queries, keys, values, rows.starts, rows.longest, scoring.scale, causal=True, window=scoring.window
     )
-    return out[0][..., :value_width]
 
 
 def _has_flash(query: Tensor, scoring: _Scoring) -> bool:

@@ -123,7 +123,9 @@ class RowProbe:
             config: of the task.
             step: finished iterations.
         """
-        sampled, objective, dtype = rollout.kept, config.algorithm.objective, model.compute_dtype
+        sampled = rollout.kept
+        objective = config.algorithm.objective
+        dtype = model.compute_dtype
         with torch.no_grad():
             log_ratio = objective.ratio(new, sampled.sampled_steps()).log_ratio
             errors = largest_of_steps(log_ratio, sampled.steps)
@@ -183,11 +185,17 @@ def compare_rows(model: DiffusionModel, config: TrajectoryRLConfig, mesh: Mesh) 
         mesh: of the actor's processes.
 
     Raises:
-        SelfCheckError: when compiled blocks compute something else, unless ``algorithm.self_check`` is off.
+        SelfCheckError: when compiled blocks compute something else, or velocities are not finite; not where
+            ``algorithm.self_check`` is off.
     """
     if _is_compiled(model):
         rounding = mesh.max(_compiled_distance(model, config, mesh), over="world")
-        if config.algorithm.self_check and not rounding <= LARGEST_ROUNDING:
+        if config.algorithm.self_check and math.isnan(rounding):
+            raise SelfCheckError(
+                f"the policy's velocity is not finite before anything was trained (model in {model.compute_dtype}): "
+                "look at its weights, or set model.dtype fp32; algorithm.self_check: false goes on anyway"
+            )
+        if config.algorithm.self_check and rounding > LARGEST_ROUNDING:
             raise SelfCheckError(
                 f"compiled blocks compute something else than uncompiled ones: the velocity differs by {rounding:.1%} "
                 f"of its size (model in {model.compute_dtype}): set train.compile false"
@@ -249,12 +257,18 @@ def _compiled_distance(model: DiffusionModel, config: TrajectoryRLConfig, mesh: 
 
     def velocity() -> torch.Tensor:
         with torch.no_grad(), model.evaluating():
-            return model.predict_velocity(latents, sigma, conditioning, config.rollout.guidance_scale).flatten(1)
+            return model.predict_velocity(latents, sigma, conditioning, config.rollout.guidance_scale)
 
     compiled = velocity()
     with torch.compiler.set_stance("force_eager"):
         uncompiled = velocity()
-    return float(((compiled - uncompiled).norm(dim=1) / uncompiled.norm(dim=1)).max())
+    return float(_relative_distances(compiled, uncompiled, uncompiled).max())
+
+
+def _relative_distances(left: torch.Tensor, right: torch.Tensor, size: torch.Tensor) -> torch.Tensor:
+    """``|left - right| / |size|`` of each row of ``[R, ...]``; 0 of equal rows, also where a new model gives 0."""
+    smallest = torch.finfo(torch.float32).tiny
+    return (left - right).flatten(1).norm(dim=1) / size.flatten(1).norm(dim=1).clamp(min=smallest)
 
 
 def _example_rows(model: DiffusionModel, config: TrajectoryRLConfig, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -283,8 +297,7 @@ def velocity_distances(new: GaussianStep, sampled: Trajectories, dynamics: Dynam
         float32 ``[B x W]``.
     """
     at_rest = dynamics.step(torch.zeros_like(new.velocity), *sampled.levels()).mean
-    old_means = sampled.means.flatten(0, 1)
-    return (new.mean - old_means).flatten(1).norm(dim=1) / (new.mean - at_rest).flatten(1).norm(dim=1)
+    return _relative_distances(new.mean, sampled.means.flatten(0, 1), new.mean - at_rest)
 
 
 def batch_sizes(config: TrajectoryRLConfig, num_data_ranks: int) -> tuple[list[int], list[int]]:
