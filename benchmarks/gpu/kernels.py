@@ -31,6 +31,7 @@ BOUNDS = (
 def cells(setting: Setting) -> dict[str, Cell]:
     return {
         "packed attention": packed_attention,
+        "encoder attention": encoder_attention,
         "grouped products": grouped_products,
         "chunked loss": chunked_loss,
         "dropout": dropout,
@@ -94,6 +95,37 @@ def packed_attention(setting: Setting) -> dict[str, Any]:
     actual = with_gradients(ours, upstream.to(setting.device), moved)
     names = ("forward", "query", "key", "value")
     values = errors_of(names, actual, truth)
+    kernel = kernel_of(lambda: ours(*moved), setting)
+    seconds = setting.seconds(lambda: with_gradients(ours, upstream.to(setting.device), moved), setting.size(10, 1))
+    return values | {"kernel": kernel, "ms": seconds * 1e3}
+
+
+def encoder_attention(setting: Setting) -> dict[str, Any]:
+    """Windows of unequal lengths in one row, as encoders of images have them; forward and backward."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    from sfumato.models.language.encoder_attention import register_segment_attention
+
+    attend = ALL_ATTENTION_FUNCTIONS[register_segment_attention()]
+    lengths = setting.size((*(64,) * 30, 32, 32, 16, 1536, 4, 700), (9, 4, 4, 5))
+    (heads, width), total_tokens = setting.size((16, 80), (2, 8)), sum(lengths)
+    inputs = tuple(drawn(1, heads, total_tokens, width, seed=number).bfloat16() for number in range(3))
+    upstream = drawn(1, total_tokens, heads, width, seed=3).bfloat16()
+
+    def expected(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
+        results = [(q @ k.mT / width**0.5).softmax(-1) @ v for q, k, v in parts]
+        return torch.cat(results, dim=2).transpose(1, 2)
+
+    bounds = functional.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int().to(setting.device)
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attend(nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=max(lengths))[0]
+
+    truth = with_gradients(expected, upstream, tuple(tensor.double() for tensor in inputs))
+    moved = tuple(tensor.to(setting.device) for tensor in inputs)
+    actual = with_gradients(ours, upstream.to(setting.device), moved)
+    values = errors_of(("forward", "query", "key", "value"), actual, truth)
     kernel = kernel_of(lambda: ours(*moved), setting)
     seconds = setting.seconds(lambda: with_gradients(ours, upstream.to(setting.device), moved), setting.size(10, 1))
     return values | {"kernel": kernel, "ms": seconds * 1e3}

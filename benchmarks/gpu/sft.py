@@ -1,9 +1,10 @@
 """Fine-tuning of a language model of 1.7 B: tokens a second and MFU, compiled or not, plain or by fsdp2, and with
-the output layer in chunks.
+the output layer in chunks; and of a model of 3 B that sees.
 
 A Qwen3 of the published shape with random weights; conversations, of which answers are learned, packed to rows of
 16,384 tokens; AdamW in float32, bf16 products. ``one process`` is what ``train.sh`` starts on one GPU;
-``fsdp2`` has a process group of one rank, as on several.
+``fsdp2`` has a process group of one rank, as on several. ``images`` is a Qwen2.5-VL of the published shape with rows of
+4,096 tokens, of which pictures of several sizes fill most.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import yaml
 
 from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.watched import Steps, group_of_one, largest_that_fits, run_steps
+from tests.tiny_vision import data_url, picture, tiny_vision_description
 
 PEAK_TFLOPS = 790.0
 """Measured bf16 products of random numbers on an H200; MFU here is the share of this (the data sheet says 989)."""
@@ -42,6 +44,39 @@ QWEN3_1_7B = {
     "pad_token_id": 0,
 }
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
+IDS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
+"""Of the tokenizer of bytes."""
+QWEN2_5_VL_3B = {
+    "model_type": "qwen2_5_vl",
+    "text_config": {
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1.0e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [16, 24, 24]},
+        "bos_token_id": None,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    },
+    "vision_config": {
+        "depth": 32,
+        "hidden_size": 1280,
+        "intermediate_size": 3420,
+        "num_heads": 16,
+        "out_hidden_size": 2048,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "temporal_patch_size": 2,
+        "window_size": 112,
+        "fullatt_block_indexes": [7, 15, 23, 31],
+    },
+    "tie_word_embeddings": True,
+    **IDS,
+}
 TINY = QWEN3_1_7B | {
     "vocab_size": 512,
     "hidden_size": 64,
@@ -72,11 +107,13 @@ def cells(setting: Setting) -> dict[str, Cell]:
     """The grid; what compiling gains comes first."""
     grid = itertools.product(("one process", "fsdp2"), ("plain", "chunked"), ("compile", "eager"))
     choices = [(compiled, engine, loss) for engine, loss, compiled in grid]
-    return {
+    texts = {
         "/".join(choice): partial(measure, compiled=choice[0], engine=choice[1], loss=choice[2])
         for choice in choices
         if not setting.tiny or choice[0] == "eager" or choice == ("compile", "one process", "plain")
     }
+    images = {f"{mode}/one process/images": partial(measure_images, compiled=mode) for mode in ("compile", "eager")}
+    return texts | images
 
 
 def measure(setting: Setting, compiled: str, engine: str, loss: str) -> dict[str, Any]:
@@ -89,6 +126,13 @@ def measure(setting: Setting, compiled: str, engine: str, loss: str) -> dict[str
             return figures(run_steps("train_text", config, setting, setting.size(4, 1), setting.size(6, 1)))
 
     return largest_that_fits(setting.size((4, 2), (2,)), measured)
+
+
+def measure_images(setting: Setting, compiled: str) -> dict[str, Any]:
+    """Rates of the model that sees."""
+    config = images_config(setting.scratch / f"{compiled}_images", setting)
+    config["train"]["compile"] = compiled == "compile"
+    return figures(run_steps("train_text", config, setting, setting.size(4, 1), setting.size(6, 1)))
 
 
 def figures(steps: Steps) -> dict[str, Any]:
@@ -119,6 +163,40 @@ def sft_config(folder: Path, setting: Setting, rows: int, **train: Any) -> dict[
             **train,
         },
     }
+
+
+def images_config(folder: Path, setting: Setting) -> dict[str, Any]:
+    """The same for the model that sees: one row of up to 4,096 tokens a step."""
+    folder.mkdir(parents=True, exist_ok=True)
+    sides = setting.size(((448, 672), (616, 448), (1008, 728), (280, 280)), ((16, 24), (24, 32)))
+    rows = [conversation_of(index, sides) for index in range(setting.size(32, 16))]
+    train_path = folder / "train.jsonl"
+    train_path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    description = setting.size(QWEN2_5_VL_3B, tiny_vision_description("qwen2_5_vl"))
+    return {
+        "model": {"config_path": write_yaml(folder / "model.yaml", description), "tokenizer_path": "bytes"},
+        "data": {
+            "data_type": {"type": "image_conversation", "min_pixels": setting.size(3136, 64)},
+            "train_path": str(train_path),
+            "max_seq_len": setting.size(4096, 256),
+        },
+        "train": {
+            "output_dir": str(folder / "run"),
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+            "lr": 1.0e-5,
+            "mixed_precision": "bf16",
+        },
+    }
+
+
+def conversation_of(index: int, sides: tuple[tuple[int, int], ...]) -> dict[str, Any]:
+    """A conversation of one to three pictures of random colours, whose heights and widths take turns."""
+    pictures = [picture(*sides[(index + number) % len(sides)], seed=index) for number in range(1 + index % 3)]
+    content = [{"type": "image", "image": data_url(content)} for content in pictures]
+    content.append({"type": "text", "text": f"What is number {index}?"})
+    answer = f"It is {index}. " * (3 + index % 5)
+    return {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": answer}]}
 
 
 def write_conversations(path: Path, longest: int, tokens: int) -> None:

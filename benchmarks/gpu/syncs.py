@@ -32,6 +32,7 @@ from tests.tiny import (
     tiny_text_config,
     tiny_text_rl_config,
 )
+from tests.tiny_vision import tiny_vision_config
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,7 @@ TASKS = {
     "train_text": TinyTask("train_text", tiny_text_config, 1),
     "train_text_dpo": TinyTask("train_text_dpo", partial(text, data=PREFERENCE), 1),
     "train_text_kto": TinyTask("train_text_kto", partial(text, data=UNPAIRED), 2),
+    "train_text_images": TinyTask("train_text", tiny_vision_config, 9),
     "train_text_reward": TinyTask("train_text_reward", REWARD, 1),
     "train_dit": TinyTask("train_dit", partial(encoded_before, tiny_dit_config), 1),
     "train_dit_dpo": TinyTask("train_dit_dpo", partial(encoded_before, tiny_dit_dpo_config), 1),
