@@ -111,14 +111,15 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     beyond a bound, stands last."""
     text = []
     for (stage, cell), line in sorted(last_of_each(lines).items(), key=lambda entry: entry[1]["status"] in BROKEN):
-        values = dict(line.get("values") or {})
+        values = line.get("values") or {}
         reason = (line.get("reason", "").splitlines() or [""])[0][:300]
         text.append(f"{line['status']:<11} {line.get('seconds', 0):6.1f} s  {stage}: {cell}  {reason}".rstrip())
         for judged in line.get("judged", ()):
-            value = values.pop(judged["figure"])
             verdict = "" if judged["met"] else f"  EXCEEDED: {judged['remedy']}"
-            text.append(f"    {judged['figure']} {value}, bound {judged['bound']}{verdict}")
-        shown = ", ".join(f"{name} {value}" for name, value in values.items() if isinstance(value, int | float | str))
+            text.append(f"    {judged['figure']} {values[judged['figure']]}, bound {judged['bound']}{verdict}")
+        judged_names = {judged["figure"] for judged in line.get("judged", ())}
+        others = {name: value for name, value in values.items() if name not in judged_names}
+        shown = ", ".join(f"{name} {value}" for name, value in others.items() if isinstance(value, int | float | str))
         text += [f"    {shown[:300]}"] if shown else []
     return "\n".join(text)
 

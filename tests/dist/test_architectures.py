@@ -281,7 +281,7 @@ def train_with_a_failure(kind: str, **settings: Any) -> Outcome | str:
     """As ``train``, but the second rank fails within the probe's passes, while the first one waits for its weights."""
     if dist.get_rank() == 0:
         return train(kind, **settings)
-    failing = mock.patch.object(LanguageModel, "token_log_probs", side_effect=RuntimeError("out of luck"))
+    failing = mock.patch.object(LanguageModel, "compute_probe_values", side_effect=RuntimeError("out of luck"))
     with failing, mock.patch.object(mesh_module, "PATIENCE_S", 0.5):
         message = train(kind, **settings)
     raise RuntimeError(message)

@@ -29,7 +29,7 @@ from tests.tiny import (
     write_config,
 )
 
-STEPS, EVERY, KILLED_AFTER = 12, 3, 5
+STEPS, EVERY, KILLED_AFTER = 12, 3, 7
 TRAIN: dict[str, Any] = {"max_steps": STEPS, "save_steps": EVERY}
 if DEVICE == "cuda":  # kernels that add in one order; a resumed run would compile for another first length
     TRAIN |= {"deterministic": True, "compile": False}

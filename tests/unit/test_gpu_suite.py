@@ -181,14 +181,18 @@ def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, capsys, monkeyp
     def exceed(_: Setting) -> dict[str, Any]:
         return {"x": float("nan")}
 
-    bounds = (Bound("x", 2, "look here"), Bound("speed", 9, "on a GPU alone", least=True, real=True))
+    bounds = (
+        Bound("x", 2, "look here"),
+        Bound("x", 0, "or here", least=True),
+        Bound("speed", 9, "on a GPU alone", least=True, real=True),
+    )
     cells = {"fails": fail, "exceeds": exceed, "works": work, "too late": work}
     run.measure_all(cells, "sft", clock, writer, arguments, bounds)
     lines = {cell: line for (_, cell), line in results.last_of_each(read([tmp_path])).items()}
     assert [line["status"] for line in lines.values()] == [FAILED, EXCEEDED, MEASURED, LEFT_OUT]
     assert lines["fails"]["reason"] == "ValueError: of this cell alone" and "Traceback" in capsys.readouterr().err
     shown = results.table(lines.values())
-    assert "x nan, bound <= 2  EXCEEDED: look here" in shown and "x 1.0, bound <= 2\n" in shown
+    assert "x nan, bound <= 2  EXCEEDED: look here" in shown and "x 1.0, bound <= 2\n    x 1.0, bound >= 0" in shown
 
 
 def test_bounds_are_judged_where_they_hold(setting):

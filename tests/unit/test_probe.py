@@ -15,7 +15,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_attention import register_packed_attention
-from sfumato.models.language.probe import Checks, make_documents, probe
+from sfumato.models.language.probe import Checks, Noise, Tolerance, make_documents, probe
 from sfumato.parallel import memory
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -133,6 +133,13 @@ class Remembering(LlamaForCausalLM):
         return super().forward(inputs_embeds=embeddings, position_ids=position_ids, **kwargs)
 
 
+@pytest.fixture(autouse=True, params=[True, False], ids=["copy", "no copy"])
+def _has_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether transformers' module is built beside the model as the reference: a large model is its own."""
+    if not request.param:
+        monkeypatch.setattr("sfumato.models.language.probe.LARGEST_COPY", 0)
+
+
 def make(cls: type, config: object = None, **train: object) -> tuple[LanguageModel, TextTrainConfig]:
     attention = register_packed_attention()
     config = config or LlamaConfig(**SMALL)
@@ -170,6 +177,19 @@ def test_what_is_right_is_left_as_it_is(train: dict) -> None:
     assert (model.row_layout.rows, said) == ("packed", [])
     assert all(parameter.grad is None for parameter in model.module.parameters())
     assert model.module.training
+
+
+def test_what_rounding_changes_is_measured_where_a_difference_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in half precision of large models, where packed rows differ by more than any bound that holds for all."""
+    exact = Tolerance((1e-6, 5.0), size=0.0, relative=(1e-6, 0.5))
+    monkeypatch.setattr("sfumato.models.language.probe.HALF", exact)
+    model, said = look(Plain, mixed_precision="bf16")
+    assert (model.row_layout.rows, said) == ("packed", [])
+    model, said = look(Leaking, mixed_precision="bf16")
+    assert model.row_layout.rows == "documents" and said
+    # as if it were not measured
+    monkeypatch.setattr(Checks, "_find_noise", lambda *_: Noise(0.0, 0.0))
+    assert look(Plain, mixed_precision="bf16", probe="warn")[1]
 
 
 def test_the_numbers_of_the_run_are_those_without_a_probe() -> None:
