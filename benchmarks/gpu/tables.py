@@ -163,6 +163,7 @@ TABLES = {
             "train_text",
             "train_text_dpo",
             "train_text_kto",
+            "train_text_images",
             "train_text_reward",
             "train_dit",
             "train_dit_dpo",
@@ -186,7 +187,10 @@ TABLES = {
     "sft": Table(
         "sft",
         "blocks, engine, loss",
-        product(("compile", "eager"), ("one process", "fsdp2"), ("plain", "chunked")),
+        (
+            *product(("compile", "eager"), ("one process", "fsdp2"), ("plain", "chunked")),
+            *product(("compile", "eager"), ("one process",), ("images",)),
+        ),
         (
             Column("tokens of a step", "tokens_of_a_step", "{:.0f}"),
             Column("tokens/s", "tokens_per_s", "{:.0f}"),
