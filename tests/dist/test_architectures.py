@@ -26,7 +26,7 @@ from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language import load as language_load
 from sfumato.models.language.model import LanguageModel
-from sfumato.models.language.probe import Checks, probe
+from sfumato.models.language.probe import Checks, Tolerance, probe
 from sfumato.models.language.scores import TokenScores
 from sfumato.parallel import mesh as mesh_module
 from sfumato.parallel.gradients import reduce_and_clip
@@ -229,6 +229,21 @@ def test_equals_one_process_or_is_refused(kind, mesh, ranks):
             assert isinstance(outcome, Outcome), outcome
             assert max(difference(outcome, truth(kind)).values()) < TOLERANCE
             assert outcome.way == truth(kind).way or mesh == "ulysses"
+
+
+def train_beside_its_noise(kind: str, **settings: Any) -> str:
+    """The way that is taken in bf16, where the model is its own reference, and no difference goes without measuring."""
+    exact = Tolerance((1e-6, 5.0), size=0.0, relative=(1e-6, 0.5))
+    with mock.patch.multiple("sfumato.models.language.probe", HALF=exact, LARGEST_COPY=0):
+        outcome = train(kind, mixed_precision="bf16", **settings)
+    assert isinstance(outcome, Outcome), outcome
+    return outcome.way
+
+
+@pytest.mark.parametrize("mesh", ["fsdp2", "tp"])
+def test_ranks_measure_what_rounding_changes(mesh, ranks):
+    ways = ranks.run(2, functools.partial(train_beside_its_noise, "gpt_oss", **MESHES[mesh]), timeout=60.0)
+    assert ways == [truth("gpt_oss").way] * 2
 
 
 def train_with_an_opinion(kind: str, **settings: Any) -> Outcome | str:

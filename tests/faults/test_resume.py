@@ -295,7 +295,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(dit_runs, tmp_path, v
             }
             before["checkpoint"] = contents(tmp_path / "run" / "checkpoints")
             before["module"] = model.denoiser
-            return losses * torch.tensor([1.0, value])
+            return losses * losses.new_tensor([1.0, value])
         return losses
 
     task.denoising_losses = poisoned
@@ -310,7 +310,7 @@ def test_a_loss_that_is_not_finite_stops_before_the_update(dit_runs, tmp_path, v
 
 
 def test_a_loss_that_is_not_finite_stops_rl_and_names_the_samples(tmp_path):
-    config = tiny_rl_config(tmp_path, train={"max_steps": 3, "save_steps": 1})
+    config = tiny_rl_config(tmp_path, train={**TRAIN, "max_steps": 3, "save_steps": 1})
     task = load_task("rl_diffusion")
     replay, update = task.replay_trajectories, task.update_policy
     steps = []

@@ -511,14 +511,17 @@ def rounded_again(module: nn.Module, seed: int) -> Iterator[None]:
     """Inside, the output of each layer is off by up to half a unit in the last place of its dtype, at random: what
     kernels that add in another order may change, in a model of any architecture."""
 
+    generators: dict[torch.device, torch.Generator] = {}
+
     def round_again(_layer: nn.Module, _inputs: object, output: object) -> Tensor | None:
         if type(output) is not Tensor or not output.is_floating_point():
             return None
-        # drawn on the CPU: generators of devices differ
-        share = torch.rand(output.shape, generator=generator, dtype=torch.float64).mul_(2).sub_(1).to(output.device)
+        device = output.device
+        if device not in generators:
+            generators[device] = torch.Generator(device).manual_seed(seed)
+        share = 2 * torch.rand(output.shape, generator=generators[device], dtype=torch.float64, device=device) - 1
         return (output.double() * (1 + share * torch.finfo(output.dtype).eps / 2)).to(output.dtype)
 
-    generator = torch.Generator().manual_seed(seed)
     layers = [layer for layer in module.modules() if not any(True for _ in layer.children())]
     hooks = [layer.register_forward_hook(round_again) for layer in layers]
     try:
