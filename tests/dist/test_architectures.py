@@ -26,8 +26,9 @@ from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language import load as language_load
 from sfumato.models.language.model import LanguageModel
-from sfumato.models.language.probe import Checks, Tolerance, probe
+from sfumato.models.language.probe import Checks, probe
 from sfumato.models.language.scores import TokenScores
+from sfumato.models.language.tolerance import Tolerance
 from sfumato.parallel import mesh as mesh_module
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
@@ -234,7 +235,8 @@ def test_equals_one_process_or_is_refused(kind, mesh, ranks):
 def train_beside_its_noise(kind: str, **settings: Any) -> str:
     """The way that is taken in bf16, where the model is its own reference, and no difference goes without measuring."""
     exact = Tolerance((1e-6, 5.0), size=0.0, relative=(1e-6, 0.5))
-    with mock.patch.multiple("sfumato.models.language.probe", HALF=exact, LARGEST_COPY=0):
+    language = "sfumato.models.language"
+    with mock.patch(f"{language}.tolerance.HALF", exact), mock.patch(f"{language}.probe.LARGEST_COPY", 0):
         outcome = train(kind, mixed_precision="bf16", **settings)
     assert isinstance(outcome, Outcome), outcome
     return outcome.way

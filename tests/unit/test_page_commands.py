@@ -236,11 +236,10 @@ RULES = [
         "the pages: tests/unit/test_studio_browser.py",
     ),
     Rule(
-        r"python -m benchmarks\.gpu\.(run|tables|pins)",
+        r"python -m benchmarks\.gpu\.(run|tables)",
         has_those_flags,
         "run small by tests/unit/test_gpu_suite.py; --fetch downloads",
     ),
-    Rule(r"python -m pip install --no-index", None, INSTALLS),
     Rule(r"python benchmarks/\w+\.py", has_those_flags, "measures for minutes to hours"),
     Rule(r"(bash cluster/|python cluster/check_nodes)", names_files, "run by tests/unit/test_cluster_files.py on Ray"),
     Rule(

@@ -15,7 +15,8 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_attention import register_packed_attention
-from sfumato.models.language.probe import Checks, Noise, Tolerance, make_documents, probe
+from sfumato.models.language.probe import Checks, make_documents, probe
+from sfumato.models.language.tolerance import Noise, Tolerance
 from sfumato.parallel import memory
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -182,7 +183,7 @@ def test_what_is_right_is_left_as_it_is(train: dict) -> None:
 def test_what_rounding_changes_is_measured_where_a_difference_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in half precision of large models, where packed rows differ by more than any bound that holds for all."""
     exact = Tolerance((1e-6, 5.0), size=0.0, relative=(1e-6, 0.5))
-    monkeypatch.setattr("sfumato.models.language.probe.HALF", exact)
+    monkeypatch.setattr("sfumato.models.language.tolerance.HALF", exact)
     model, said = look(Plain, mixed_precision="bf16")
     assert (model.row_layout.rows, said) == ("packed", [])
     model, said = look(Leaking, mixed_precision="bf16")

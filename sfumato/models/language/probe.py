@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
@@ -31,6 +31,8 @@ from sfumato.models.language.hf_config import can_set_attention, changing_positi
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.packed_model import PackedModel, RowLayout
 from sfumato.models.language.probe_documents import make_documents, other_than
+from sfumato.models.language.rounding import rounding_noise
+from sfumato.models.language.tolerance import DRAWS, Noise, dtype_of, tolerance_of
 from sfumato.parallel.bin_packing import micro_batch_rule
 from sfumato.parallel.expert_modules import has_experts
 from sfumato.parallel.gradients import reduce_and_clip
@@ -74,55 +76,6 @@ class Measured:
     """Of that loss."""
     random: tuple[str, ...] = ()
     """The generators of random numbers from which the training pass has drawn."""
-
-
-@dataclass(frozen=True)
-class Noise:
-    """What rounding changes, measured by ``rounded_again``."""
-
-    log_probs: float
-    """The largest change of a short document's log-probability, in nats."""
-    relative: float
-    """The change of loss or gradient norm, whichever is larger, as a fraction: the root of the mean square."""
-
-
-@dataclass(frozen=True)
-class Tolerance:
-    """The largest differences that rounding explains. Where one is beyond the first bound, the noise of the model is
-    measured."""
-
-    log_probs: tuple[float, float]
-    """The tolerance of one token's log-probability, in nats, is at least the first and at most the second."""
-    size: float
-    """Between these bounds, the tolerance in nats for each nat of the largest log-probability, since logits are rounded
-    in proportion to their size: those of a Qwen3 in float32, down to -141, were off by 2.5e-4."""
-    relative: tuple[float, float]
-    """The tolerance of loss and gradient norm, as a fraction of their values, at least and at most."""
-
-    def of_log_probs(self, log_probs: Tensor, noise: float = 0.0) -> float:
-        """Nats by which any of these log-probabilities may differ, with ``Noise.log_probs``."""
-        least, most = self.log_probs
-        return min(max(NOISES * noise, self.size * float(log_probs.abs().max()), least), most)
-
-    def of_training(self, noise: float = 0.0) -> float:
-        """The fraction by which loss and gradient norm may differ, with ``Noise.relative``."""
-        least, most = self.relative
-        return min(max(NOISES * noise, least), most)
-
-
-NOISES = 4
-"""Times its measured noise by which a result may differ."""
-DRAWS = 3
-"""Passes in which noise is measured."""
-
-FLOAT32 = Tolerance((2e-5, 5e-4), size=4e-6, relative=(5e-4, 5e-4))
-HALF = Tolerance((0.15, 5.0), size=0.01, relative=(0.05, 0.5))
-
-
-def tolerance_of(model: PackedModel) -> Tolerance:
-    """The tolerance for the dtype in which a model computes."""
-    dtypes = {model.autocast_dtype} | {parameter.dtype for parameter in model.module.parameters()}
-    return HALF if dtypes & {torch.bfloat16, torch.float16} else FLOAT32
 
 
 SAME_SHAPES = 2e-6
@@ -382,7 +335,7 @@ class Checks:
         log_probs, relative = [], []
         short = measured.log_probs[: self.batches[0].num_labels]
         for seed in range(DRAWS):
-            with rounded_again(self.model.module, seed), torch.compiler.set_stance("force_eager"):
+            with rounding_noise(self.model.module, dtype_of(self.model), seed):
                 log_probs.append(float((self._log_probs(self.batches[0]) - short).abs().max()))
                 loss, grad_norm = self._train()
             pairs = ((loss, measured.loss), (grad_norm, measured.grad_norm)) if self.trains else ()
@@ -504,31 +457,6 @@ def one_by_one(model: PackedModel, weights: dict[str, Tensor], documents: list[l
             set_attention(plain, "sdpa")
         log_probs += [compute_values(document) for batch_documents in long for document in batch_documents]
     return Measured(torch.cat(log_probs).cpu(), loss, grad_norm)
-
-
-@contextmanager
-def rounded_again(module: nn.Module, seed: int) -> Iterator[None]:
-    """Inside, the output of each layer is off by up to half a unit in the last place of its dtype, at random: what
-    kernels that add in another order may change, in a model of any architecture."""
-
-    generators: dict[torch.device, torch.Generator] = {}
-
-    def round_again(_layer: nn.Module, _inputs: object, output: object) -> Tensor | None:
-        if type(output) is not Tensor or not output.is_floating_point():
-            return None
-        device = output.device
-        if device not in generators:
-            generators[device] = torch.Generator(device).manual_seed(seed)
-        share = 2 * torch.rand(output.shape, generator=generators[device], dtype=torch.float64, device=device) - 1
-        return (output.double() * (1 + share * torch.finfo(output.dtype).eps / 2)).to(output.dtype)
-
-    layers = [layer for layer in module.modules() if not any(True for _ in layer.children())]
-    hooks = [layer.register_forward_hook(round_again) for layer in layers]
-    try:
-        yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _list_ways(

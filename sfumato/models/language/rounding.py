@@ -10,7 +10,7 @@ from torch import nn
 
 
 @contextmanager
-def rounding_noise(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+def rounding_noise(module: nn.Module, dtype: torch.dtype, seed: int = 0) -> Iterator[None]:
     """Inside, inputs and results of layers are multiplied by 1 + u, with u uniform within half a unit in the last place
     of ``dtype``.
 
@@ -23,6 +23,7 @@ def rounding_noise(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
         module: its layers are those of its modules that have weights of their own. Compiled ones run eagerly meanwhile:
             compiled code ignores hooks that came later.
         dtype: the precision.
+        seed: of the noise.
     """
     half_ulp = torch.finfo(dtype).eps / 2
     generators: dict[torch.device, torch.Generator] = {}
@@ -30,7 +31,7 @@ def rounding_noise(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     def add_noise(value: object) -> object:
         if not isinstance(value, torch.Tensor) or not value.is_floating_point():
             return value  # such as token ids
-        generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(0))
+        generator = generators.setdefault(value.device, torch.Generator(value.device).manual_seed(seed))
         noise = torch.rand(value.shape, generator=generator, device=value.device) * 2 - 1
         return (value.float() * (1 + half_ulp * noise)).to(value.dtype)
 

@@ -13,7 +13,7 @@ from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.packed_model import PackedModel
-from sfumato.models.language.probe import tolerance_of
+from sfumato.models.language.tolerance import tolerance_of
 from sfumato.parallel.expert_modules import has_experts
 
 if TYPE_CHECKING:
