@@ -31,7 +31,6 @@ from sfumato.models.language.hf_config import can_set_attention, changing_positi
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.packed_model import PackedModel, RowLayout
 from sfumato.models.language.probe_documents import make_documents, other_than
-from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.tolerance import DRAWS, Noise, dtype_of, tolerance_of
 from sfumato.parallel.bin_packing import micro_batch_rule
 from sfumato.parallel.expert_modules import has_experts
@@ -332,6 +331,8 @@ class Checks:
 
     def _find_noise(self, measured: Measured) -> Noise:
         """What rounding changes in the results of the way that is being checked."""
+        from sfumato.models.language.rounding import rounding_noise
+
         log_probs, relative = [], []
         short = measured.log_probs[: self.batches[0].num_labels]
         for seed in range(DRAWS):
