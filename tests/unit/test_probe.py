@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.models.language.model import LanguageModel
@@ -191,6 +192,23 @@ def test_what_rounding_changes_is_measured_where_a_difference_is_large(monkeypat
     # as if it were not measured
     monkeypatch.setattr(Checks, "_find_noise", lambda *_: Noise(0.0, 0.0))
     assert look(Plain, mixed_precision="bf16", probe="warn")[1]
+
+
+def test_a_large_model_makes_no_logits_of_whole_long_documents(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor scores of all their pairs of tokens: with its loss in chunks a run may have no room for either."""
+    monkeypatch.setattr("sfumato.models.language.probe.LARGEST_COPY", 0)
+    model, settings = make(Plain, chunked_loss=True)
+    checks = Checks(model, make_documents(model, settings, 64), settings, copies=1)
+    passes = []
+    compute = LanguageModel.compute_probe_values
+
+    def compute_and_note(own: LanguageModel, batches: list[TokenBatch]) -> list[Tensor]:
+        passes.append((batches[0].shape[1], own.attention, own._chunked))
+        return compute(own, batches)
+
+    monkeypatch.setattr(LanguageModel, "compute_probe_values", compute_and_note)
+    assert checks.reference() is not None
+    assert passes == [(62, "eager", False), (63, "sdpa", True), (64, "sdpa", True)]
 
 
 def test_the_numbers_of_the_run_are_those_without_a_probe() -> None:

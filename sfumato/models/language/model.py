@@ -29,7 +29,7 @@ from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
 from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
-from sfumato.parallel.loss import IGNORED
+from sfumato.parallel.loss import CHUNK_TOKENS, IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
 from sfumato.parallel.weights import build_on_meta
@@ -209,7 +209,9 @@ class LanguageModel(PackedModel[TokenScores]):
         """``log p`` of each token but the first, float32 ``[L - 1]``."""
         with self.autocast():
             logits = plain(input_ids=tokens[None], use_cache=False, **inputs).logits[0]
-        return logits[:-1].float().log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        # in parts: in float32 the logits of a long document are large
+        parts = zip(logits[:-1].split(CHUNK_TOKENS), tokens[1:, None].split(CHUNK_TOKENS), strict=True)
+        return torch.cat([part.float().log_softmax(-1).gather(-1, following)[:, 0] for part, following in parts])
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes a folder that transformers loads without this library, or adapters that peft loads.

@@ -212,10 +212,12 @@ def compose(
     with torch.no_grad():
         logits_alone = foundation.eval()(input_ids=tokens, use_cache=False).logits
         logits_within = module.eval()(input_ids=tokens, position_ids=torch.arange(8)[None], use_cache=False).logits
-    if not torch.allclose(logits_alone, logits_within, rtol=1e-4, atol=1e-5):
+    difference = float((logits_alone - logits_within).abs().max())
+    # of the largest: rounding moves small logits as much as large ones
+    if not difference <= 1e-4 * float(logits_alone.abs().max()):
         raise ConfigError(
             f"model.foundation: {type(foundation).__name__} computes other logits without its own class around it (by "
-            f"up to {float((logits_alone - logits_within).abs().max()):.1e}): take another language model"
+            f"up to {difference:.1e}): take another language model"
         )
     return module.train(), make
 
