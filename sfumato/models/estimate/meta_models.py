@@ -24,7 +24,6 @@ from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
 from sfumato.models.diffusion.folder_parts import component_class, names_part
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
-from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.models.estimate.memory_plan import Planned
 from sfumato.models.estimate.meta_vision import encoder_bytes, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
@@ -229,8 +228,8 @@ def _plan_tokens(
     if media_format is not None:
         check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, media_format)
-        with as_on_cuda(on_gpu):
-            encoder = encoder_bytes(model, module, vision, rows * length, train.activation_checkpointing, dtype)
+        mode = train.activation_checkpointing
+        encoder = encoder_bytes(model, module, vision, rows * length, mode, dtype, on_gpu)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
         encoder_bytes=encoder,

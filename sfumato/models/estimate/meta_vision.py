@@ -17,7 +17,8 @@ from sfumato.config.trust import make_from_config
 from sfumato.data.media.sounds import Sound
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.format import TextFormat
-from sfumato.models.estimate.activation_memory import count_saved
+from sfumato.models.estimate.activation_memory import SavedBytes, count_saved
+from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.models.language.parts import BYTES, build_tokenizer, freeze, read_model_config, source_of
 from sfumato.models.language.vision_load import add_image_tokens, build_vision
 from sfumato.models.lora import add_lora, language_targets
@@ -29,6 +30,11 @@ if TYPE_CHECKING:
 
 DEPTHS = ("depth", "num_hidden_layers", "encoder_layers")
 """Names, in configurations, of the number of an encoder's blocks."""
+
+
+_counted: dict[str, SavedBytes] = {}
+"""What encoders save, by all that it depends on: ``sfumato check`` asks again with each setting that may help, and an
+encoder that reads sizes of pictures computes on the CPU, which takes seconds."""
 
 
 def vision_on_meta(config: LanguageModelConfig, module: PreTrainedModel, data_type: TextFormat) -> Vision:
@@ -58,6 +64,7 @@ def encoder_bytes(
     num_tokens: int,
     mode: str,
     dtype: torch.dtype | None,
+    on_gpu: bool,
 ) -> int:
     """Bytes that a model's encoder saves for the backward pass of a number of tokens of images or audio.
 
@@ -73,6 +80,7 @@ def encoder_bytes(
         num_tokens: tokens of images or audio in the language model.
         mode: ``train.activation_checkpointing``.
         dtype: dtype of the computation; None is float32.
+        on_gpu: count as on a GPU.
     """
     from transformers import AutoModelForMultimodalLM
 
@@ -83,13 +91,20 @@ def encoder_bytes(
     freeze(small, config.freeze)
     if config.lora is not None:
         add_lora(small, config.lora, language_targets(small), seed=0)
-    _fill_encoders(small.train(), dtype or torch.float32)
     blocks = _encoder_blocks(small)
     medium = _example_medium(vision)
     measurements = []  # bytes of a block, and outside of blocks, for one medium and for two
     patches = []
     for media in ([medium], [medium, medium]):
-        saved = count_saved(small, blocks, _encoder_forward(small, vision.reader.of_opened(media), dtype))
+        inputs = vision.reader.of_opened(media)
+        shapes = [(name, tensor.shape) for name, tensor in inputs.items()]
+        trained = [parameter.requires_grad for parameter in small.parameters()]
+        key = repr((small.config.to_json_string(use_diff=False), trained, config.lora, shapes, dtype, on_gpu))
+        if key not in _counted:
+            _fill_encoders(small.train(), dtype or torch.float32)
+            with as_on_cuda(on_gpu):
+                _counted[key] = count_saved(small, blocks, _encoder_forward(small, inputs, dtype))
+        saved = _counted[key]
         measurements.append((saved.kept(mode)[-1], saved.before + saved.after))
         patches.append(_num_patches(vision, media))
     bytes_per_block, bytes_outside = (of_two - of_one for of_one, of_two in zip(*measurements, strict=True))
