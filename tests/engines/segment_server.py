@@ -39,7 +39,10 @@ def main() -> None:
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(path)
         is_attached.wait()
-        segments = sorted(name for name in made if os.stat(f"/dev/shm/{name}").st_ino in mapped_inodes(os.getpid()))
+        mapped = mapped_inodes(os.getpid())
+        # entries know their inode: files of other processes may be gone by now
+        entries = [entry for entry in os.scandir("/dev/shm") if entry.name in made]
+        segments = sorted(entry.name for entry in entries if entry.inode() in mapped)
         print(json.dumps({"segments": segments, "socket": path}), flush=True)
         time.sleep(600)
 
