@@ -21,7 +21,7 @@ import yaml
 
 from benchmarks.gpu.cells import Bound, Cell, Setting
 from benchmarks.gpu.watched import Steps, group_of_one, largest_that_fits, run_steps
-from tests.tiny_vision import data_url, picture, tiny_vision_description
+from tests.tiny_vision import IDS, data_url, picture, tiny_vision_description
 
 PEAK_TFLOPS = 790.0
 """Measured bf16 products of random numbers on an H200; MFU here is the share of this (the data sheet says 989)."""
@@ -44,8 +44,6 @@ QWEN3_1_7B = {
     "pad_token_id": 0,
 }
 QWEN3_0_6B = QWEN3_1_7B | {"hidden_size": 1024, "intermediate_size": 3072}
-IDS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
-"""Of the tokenizer of bytes."""
 QWEN2_5_VL_3B = {
     "model_type": "qwen2_5_vl",
     "text_config": {

@@ -519,16 +519,6 @@ class PackedModel(ABC, Generic[Output]):
         dtype = self.autocast_dtype
         return torch.autocast(kind, dtype or torch.bfloat16, enabled=dtype is not None)
 
-    @contextmanager
-    def in_full_precision(self) -> Iterator[None]:
-        """Inside, autocast is off."""
-        dtype_before = self.autocast_dtype
-        self.autocast_dtype = None
-        try:
-            yield
-        finally:
-            self.autocast_dtype = dtype_before
-
     def _dropout_of(self, step: int, batch: TokenBatch) -> AbstractContextManager[None]:
         """Inside, dropout is keyed by (seed, step, sample, position), not by the row that a sample is packed into.
 

@@ -334,7 +334,8 @@ class Checks:
         """What rounding changes in the results of the way that is being checked."""
         from sfumato.models.language.rounding import rounding_noise
 
-        log_probs, relative = [], []
+        log_probs = []
+        relative = []
         short = measured.log_probs[: self.batches[0].num_labels]
         for seed in range(DRAWS):
             with rounding_noise(self.model.module, dtype_of(self.model), seed):

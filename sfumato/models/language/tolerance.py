@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,12 +56,16 @@ FLOAT32 = Tolerance((2e-5, 5e-4), size=4e-6, relative=(5e-4, 5e-4))
 HALF = Tolerance((0.15, 5.0), size=0.01, relative=(0.05, 0.5))
 
 
+def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The least precise of some floating point dtypes."""
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
 def dtype_of(model: PackedModel) -> torch.dtype:
     """The dtype in which a model computes: that of autocast, or the least precise one of its weights."""
     if model.autocast_dtype is not None:
         return model.autocast_dtype
-    dtypes = {parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point()}
-    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return coarsest(parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point())
 
 
 def tolerance_of(model: PackedModel) -> Tolerance:

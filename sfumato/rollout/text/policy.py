@@ -29,6 +29,7 @@ from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.probe import probe
 from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.shared_prompts import can_share_prompts
+from sfumato.models.language.tolerance import coarsest
 from sfumato.models.policies import Policies
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
@@ -205,8 +206,7 @@ class TextEngine:
         """As ``rescore``, with what rounding to the coarser precision of engine and policy does to the model."""
         engine_dtype: torch.dtype = getattr(torch, getattr(self.config.rollout.engine, "dtype", "bfloat16"))
         dtypes = (engine_dtype, model.plain.dtype, model.autocast_dtype or torch.float32)
-        coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-        with model.whole_output(), rounding_noise(model.module, coarsest):  # logits are rounded, too
+        with model.whole_output(), rounding_noise(model.module, coarsest(dtypes)):  # logits are rounded, too
             return self.rescore(model, tokens)
 
     def draw_tokens(self, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
