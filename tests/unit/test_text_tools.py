@@ -131,6 +131,25 @@ def test_hermes_calls():
         assert problem in call.problem
 
 
+THOUGHTS = {
+    "a thought that tries a call": ("<think>{x}</think>{a}", "a"),
+    "a thought that began in the prompt": ("{x} no </think> so {a}", "a"),
+    "the tag named in such a thought": ("I write <tool_call> and then JSON</think>{a}{b}", "ab"),
+    "thoughts between calls": ("<think>one</think>{a}<think>{x}</think>{b}", "ab"),
+    "a thought that was cut": ("{a}<think>{x}", "a"),
+    "a call that quotes one": ('<tool_call>{{"name": "a", "arguments": {{"x": "</think>"}}}}</tool_call>{b}', "ab"),
+}
+
+
+@pytest.mark.parametrize("case", THOUGHTS)
+def test_calls_in_thoughts_are_none(case):
+    pattern, names = THOUGHTS[case]
+    text = pattern.format(**{name: f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in "xab"})
+    calls = hermes_calls(text)
+    assert "".join(call.name for call in calls) == names and not any(call.problem for call in calls)
+    assert without_hermes_calls(text).count("<tool_call>") == text.count("<tool_call>") - len(names)
+
+
 def test_inline_calls():
     assert inline_call("so calc(12*34)=") == ("calc", "12*34")
     assert inline_call("f(g(1)+h(2))=") == ("f", "g(1)+h(2)") and inline_call("f()=") == ("f", "")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_TAGS = re.compile(r"</?think>|<tool_call>")
 
 
 @dataclass(frozen=True)
@@ -27,35 +27,53 @@ class ToolCall:
 
 
 def hermes_calls(text: str) -> list[ToolCall]:
-    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text, as Hermes and Qwen write them."""
+    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text, as Hermes and Qwen write them.
+
+    Calls within a thought, ``<think>...</think>``, are none: servers with a parser of thoughts see none there either.
+    """
     return [_hermes_call(text[begin:end].strip()) for begin, end in _find_calls(text)]
 
 
 def without_hermes_calls(text: str) -> str:
     """A text without its calls."""
-    for begin, end in reversed([*_find_calls(text)]):
+    for begin, end in reversed(_find_calls(text)):
         text = text[: begin - len(_OPENING)] + text[end + len(_CLOSING) :]
     return text.strip()
 
 
-def _find_calls(text: str) -> Iterator[tuple[int, int]]:
-    """Begin and end of what stands between the tags of each call.
+def _find_calls(text: str) -> list[tuple[int, int]]:
+    """Begin and end of what stands between the tags of each call that is no part of a thought.
 
-    A closing tag within a text of the JSON, such as an argument that quotes the model's own syntax, closes nothing.
+    A thought stands between ``<think>`` and ``</think>``. Its begin may be part of the prompt, its end be missing. A
+    closing tag within a text of the JSON, such as an argument that quotes the model's own syntax, closes nothing.
     """
-    position = 0
-    while (opening := text.find(_OPENING, position)) >= 0:
-        begin = opening + len(_OPENING)
-        end = text.find(_CLOSING, begin)
-        if end < 0:
-            return
-        with suppress(ValueError, RecursionError):  # what is no JSON ends at the first tag
-            rest = text[begin:].lstrip()
-            _, length = json.JSONDecoder().raw_decode(rest)
-            behind = rest[length:].lstrip()
-            end = len(text) - len(behind) if behind.startswith(_CLOSING) else end
-        yield begin, end
-        position = end + len(_CLOSING)
+    calls: list[tuple[int, int]] = []
+    position, is_thought, has_begun = 0, False, False
+    while tag := _TAGS.search(text, position):
+        position = tag.end()
+        if tag.group() == "<think>":
+            is_thought = has_begun = True
+        elif tag.group() == "</think>":
+            if not has_begun:  # the prompt ended with <think>
+                calls.clear()
+            is_thought, has_begun = False, True
+        elif not is_thought and (end := _end_of_call(text, position)) is not None:
+            calls.append((position, end))
+            position = end + len(_CLOSING)
+    return calls
+
+
+def _end_of_call(text: str, begin: int) -> int | None:
+    """Where the tag stands that closes a call whose content begins at ``begin``; None where no call begins."""
+    with suppress(ValueError, RecursionError):  # what is no JSON ends at the first tag
+        rest = text[begin:].lstrip()
+        _, length = json.JSONDecoder().raw_decode(rest)
+        behind = rest[length:].lstrip()
+        if behind.startswith(_CLOSING):
+            return len(text) - len(behind)
+    end = text.find(_CLOSING, begin)
+    is_mention = "</think>" in text[begin:end]  # of the tag, by a thought that began in the prompt
+    return None if end < 0 or is_mention else end
 
 
 def _hermes_call(content: str) -> ToolCall:
