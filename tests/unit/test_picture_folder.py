@@ -20,6 +20,7 @@ from PIL import Image
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.config.load import load_config
+from sfumato.data.files.folders import describe_left_out
 from sfumato.data.files.picture_folder import visible_files
 from sfumato.data.files.rows import open_rows
 from sfumato.data.images.image_text import ImageTextDataset, open_image_text
@@ -195,10 +196,15 @@ def test_a_run_among_the_data_is_no_data(tmp_path: Path) -> None:
         (run / name).write_text('{"text": "b"}')
     (run / "samples" / "b.png").write_bytes(content())
     dataset = opened(tmp_path, said := [])
-    assert [dataset.caption(index) for index in range(len(dataset))] == ["a"] and said == []
+    assert [dataset.caption(index) for index in range(len(dataset))] == ["a"]
+    assert said == [f"run folders in {tmp_path} that are not read: runs/first"]
     (tmp_path / "a.txt").unlink()
     (tmp_path / "data.jsonl").write_text('{"text": "a"}')
     assert len(open_rows(tmp_path, "text", "data.train_path")) == 1
+    assert "run folders" in " ".join(describe_left_out(tmp_path, "data.train_path"))
+    (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}')
+    opened(tmp_path, said := [])
+    assert said == [f"run folders in {tmp_path} that are not read: runs/first"]
 
 
 def test_a_run_in_the_folder_of_its_data_is_refused(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -232,7 +232,13 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
         names.get(file.parent, set()).add(file.name)
     runs = {parent for parent, names_inside in names.items() if names_inside >= OF_RUN}
     inside = [file for file in inside if runs.isdisjoint(file.parents)]
-    return _choose_files(inside, folder, option, held_out)
+    chosen = _choose_files(inside, folder, option, held_out)
+    return replace(chosen, notes=[*chosen.notes, *describe_runs(folder, sorted(runs))])
+
+
+def describe_runs(folder: Path, runs: Sequence[Path]) -> list[str]:
+    """A line about run folders below a folder of data; none where there are none."""
+    return [f"run folders in {folder} that are not read: {_name_files(runs, folder)}"] if runs else []
 
 
 def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool) -> FolderFiles:
@@ -274,6 +280,6 @@ def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool)
     return FolderFiles(readable, notes)
 
 
-def _name_files(files: list[Path], folder: Path) -> str:
+def _name_files(files: Sequence[Path], folder: Path) -> str:
     names = ", ".join(str(file.relative_to(folder)) for file in files[:NAMED])
     return names if len(files) <= NAMED else f"{names} and {len(files) - NAMED} more"

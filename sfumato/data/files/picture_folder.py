@@ -11,7 +11,7 @@ from pathlib import Path
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
-from sfumato.data.files.folders import OF_RUN
+from sfumato.data.files.folders import OF_RUN, describe_runs
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import read_text
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS
@@ -44,22 +44,25 @@ def is_hidden(name: str) -> bool:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """The files of a folder and its subfolders, sorted, without hidden ones and those of runs.
+    """The files of a folder and its subfolders, sorted, without hidden ones and those of runs."""
+    return list_files_and_runs(folder)[0]
 
-    A linked folder is read once.
-    """
-    files = []
+
+def list_files_and_runs(folder: Path) -> tuple[list[Path], list[Path]]:
+    """The files of ``visible_files``, and the run folders among the subfolders. A linked folder is read once."""
+    files, runs = [], []
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         if OF_RUN.issubset(names) and Path(root) != folder:
             folders.clear()
+            runs.append(Path(root))
             continue
         seen.add(os.path.realpath(root))  # a link to a folder above would be followed for ever
         folders[:] = sorted(
             name for name in folders if not is_hidden(name) and os.path.realpath(f"{root}/{name}") not in seen
         )
         files += [Path(root, name) for name in names if not is_hidden(name)]
-    return sorted(files)
+    return sorted(files), sorted(runs)
 
 
 def find_metadata(folder: Path) -> list[Path]:
@@ -80,7 +83,7 @@ class FolderRows:
         self.root = folder
         self.image_key = image_key
         self.text_key = text_key
-        files = visible_files(folder)
+        files, runs = list_files_and_runs(folder)
         self._files = [path for path in files if path.suffix.lower() in endings]
         captions = {_stem(path) + path.suffix.lower(): path for path in files if path.suffix.lower() in CAPTION_ENDINGS}
         self._captions = [
@@ -89,8 +92,8 @@ class FolderRows:
             )
             for path in self._files
         ]
-        self.unused = self._describe_unused(files)
-        """Lines about files that are in no row, or in a broken one."""
+        self.unused = [*self._describe_unused(files), *describe_runs(folder, runs)]
+        """Lines about files that are in no row, or in a broken one, and about run folders."""
 
     def __len__(self) -> int:
         return len(self._files)
@@ -168,10 +171,11 @@ def describe_unlisted(
             return []
         paths = [path for value in values for path in (value if isinstance(value, list) else [value])]
         named.update(os.path.normpath(rows.folder(index) / path) for path in paths if isinstance(path, str))
-    unlisted = [
-        path for path in visible_files(folder) if path.suffix.lower() in endings and os.path.normpath(path) not in named
-    ]
-    return _describe_files(unlisted, folder, "pictures that its table does not name") if named else []
+    if not named:
+        return []
+    files, runs = list_files_and_runs(folder)
+    unlisted = [path for path in files if path.suffix.lower() in endings and os.path.normpath(path) not in named]
+    return [*_describe_files(unlisted, folder, "pictures that its table does not name"), *describe_runs(folder, runs)]
 
 
 def _describe_files(paths: list[Path], root: Path, description: str) -> list[str]:
