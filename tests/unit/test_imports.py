@@ -224,7 +224,7 @@ MOST_LINES = {
     "train_autoencoder": 21_300,
     "train_dit": 24_300,
     "train_dit_dpo": 25_550,
-    "train_image_tokenizer": 26_800,
+    "train_image_tokenizer": 26_850,
     "train_omni": 36_950,
     "train_text": 27_500,
     "train_text_dpo": 27_400,
