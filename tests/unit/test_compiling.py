@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch._dynamo.utils
 from torch import nn
 
 from sfumato.config.parallel import ParallelConfig
@@ -21,9 +22,10 @@ from sfumato.tracking.run import Run
 
 @pytest.fixture(autouse=True)
 def try_again(monkeypatch):
-    """The trial is made once in a process."""
+    """The trial is made once in a process, and graphs are counted for the whole of it."""
     monkeypatch.setattr(logging.getLogger("torch.__trace"), "propagate", False)
     torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
     compiler_problem.cache_clear()
     yield
     compiler_problem.cache_clear()
