@@ -96,6 +96,23 @@ def test_both_documents_have_the_images_of_the_prompt(built):
         built[1](FiledRow(swapped), "row 1")
 
 
+def test_pairs_of_other_programs_are_those_of_ours(built):
+    """Rows of LLaMA-Factory, whose tags stand for the pictures of another column."""
+    row = {
+        "conversations": [{"from": "human", "value": "<image>How many?"}],
+        "chosen": {"from": "gpt", "value": "It is 1."},
+        "rejected": {"from": "gpt", "value": "I cannot see 1 there."},
+        "images": [{"bytes": base64.b64decode(data_url(picture(16, 24)).partition(",")[2])}],
+    }
+    image = {"type": "image", "image": data_url(picture(16, 24))}
+    prompt = [{"role": "user", "content": [image, {"type": "text", "text": "How many?"}]}]
+    (theirs,) = built[1](FiledRow(row), "row 0")
+    (ours,) = built[1](FiledRow({**pair(1), "prompt": prompt}), "row 0")
+    for document, expected in zip(theirs.documents, ours.documents, strict=True):
+        assert list(document.input_ids) == list(expected.input_ids)
+        assert list(document.images.shapes) == list(expected.images.shapes)
+
+
 def test_a_run_begins_at_the_loss_of_a_coin(tmp_path):
     run_task_here("train_text_dpo", settings(tmp_path, train={"max_steps": 4}))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -22,6 +22,17 @@ def test_the_memory_for_samples_may_be_filled_to_its_last_byte(nbytes: int, has_
     assert in_flight.has_room(is_needed=False) == has_room, "for as much again"
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_groups_that_are_added_are_all_drawn_and_ranks_take_turns(num_ranks: int) -> None:
+    iteration = Iteration(0, [])
+    for number in range(4):
+        iteration.add([[f"{number} {place}"] for place in range(number)], num_ranks)
+    expected = [[f"{number} {place}"] for number in range(4) for place in range(number)]
+    assert [unit.requests for unit in iteration.units] == expected == iteration.added
+    drawn_by = [rank for round_ in iteration.rounds for rank, unit in enumerate(round_.by_rank) if unit is not None]
+    assert drawn_by == [number % num_ranks for number in range(6)]
+
+
 @pytest.mark.parametrize(
     ("replies", "text"),
     [
