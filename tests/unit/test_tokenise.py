@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+from tokenizers import processors
 
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.data.files.bad_rows import BadRows
@@ -93,6 +94,9 @@ def test_a_tokenizer_with_an_encoding_of_its_own_is_asked(with_offsets):
         def __call__(self, text, **options):
             return super().__call__(text.lower(), **options)
 
+    begin = ("<s>", tokenizer.convert_tokens_to_ids("<s>"))
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
+    assert tokenizer("abc")["input_ids"][0] == begin[1]
     own = copy.copy(tokenizer)
     own.__class__ = Lower
     actual, wanted = Encoder(own, with_offsets)(["ABC", "abc"]), Encoder(tokenizer, with_offsets)(["abc", "abc"])
