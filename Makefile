@@ -50,7 +50,13 @@ WORKERS := $(shell $(PYTHON) -c "import os; print(getattr(os, 'process_cpu_count
 test: setup style
 	$(MAKE) --jobs 2 --no-print-directory exact-tests tests
 
-tests: setup
+# Once for each environment: all workers would compile the same modules at the same time, half a minute of a core each.
+# What cannot be collected is reported by the run itself.
+$(VENV)/.compiled: $(VENV)/.installed
+	$(PYTEST) --collect-only -qq >/dev/null || true
+	touch $@
+
+tests: $(VENV)/.compiled
 	$(PYTEST) -n $(WORKERS) --no-loadscope-reorder
 
 # Bits that must be equal, with the kernels of CPUs that have no AVX-512. MKL offers a choice on CPUs of Intel alone:
@@ -60,7 +66,7 @@ exact-tests: types
 		then MKL_ENABLE_INSTRUCTIONS=AVX2 $(PYTEST) -m "exact and not slow" $(EXACT_TESTS); \
 		else echo "This CPU has one kind of kernels: its bits are tested by the other processes"; fi
 
-quick-test: setup
+quick-test: $(VENV)/.compiled
 	$(PYTEST) -n auto --quick tests/unit tests/golden
 
 # Whether what tiny runs of every task compute is what it was: metrics, weights, exports, reports.
