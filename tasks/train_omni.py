@@ -88,14 +88,7 @@ def main(config: TrainOmniConfig) -> None:
         run.log(0, metrics, show={})
 
     for step, batches in run.steps(run.waiting("data", loader.steps(from_step=state.step))):
-        dropout_settings = (
-            config.draw.prompt_dropout,
-            config.train.seed,
-            step,
-            padding_token(model.tokenizer),
-            model.kept_token,
-        )
-        batches = [drop_prompts(batch, model.codes, *dropout_settings) for batch in batches]
+        batches = drop_some_prompts(batches, model, config, step)
         counts = count_tokens(batches, model, mesh)
         losses, loss_sums = forward_backward(model, batches, counts, config, step)
         grad_norm = reduce_and_clip(
@@ -134,6 +127,24 @@ def main(config: TrainOmniConfig) -> None:
     run.write_report()
     run.say(f"trained weights: {config.train.output_dir}/hf_ckpt   report: {config.train.output_dir}/report.html")
     run.finish()
+
+
+def drop_some_prompts(
+    batches: list[TokenBatch], model: OmniModel, config: TrainOmniConfig, step: int
+) -> list[TokenBatch]:
+    """The micro-batches of a step; some documents that draw an image have lost their prompt, for guidance."""
+    return [
+        drop_prompts(
+            batch,
+            model.codes,
+            config.draw.prompt_dropout,
+            seed=config.train.seed,
+            step=step,
+            pad_token_id=padding_token(model.tokenizer),
+            kept_token_id=model.kept_token,
+        )
+        for batch in batches
+    ]
 
 
 def make_image_tokenizer(model: OmniModelConfig) -> None:
