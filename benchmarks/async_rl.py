@@ -158,8 +158,8 @@ def measure(mode: Mode, folders: Sequence[Path], scorers: int) -> Row:
     metrics = [line for folder in folders for line in middle(read_jsonl(folder / "metrics.jsonl"))]
     results = [measured(folder, {}) for folder in folders]
     phases = Phases(
-        **{name: statistics.median(getattr(each, name) for each in results) for name in ("generate_s", "score_s")},
-        update_s=statistics.median(each.update_s for each in results),
+        **{name: statistics.median(getattr(result, name) for result in results) for name in ("generate_s", "score_s")},
+        update_s=statistics.median(result.update_s for result in results),
         sync_s=0.0 if mode.strategy.colocated else statistics.median(sync_s(folder) for folder in folders),
         micro_batches=results[0].micro_batches,
         update_processes=results[0].update_processes,

@@ -148,8 +148,8 @@ def check_comparable(algorithms: Sequence[Algorithm]) -> None:
     def shared(config: DiffusionRLConfig) -> dict[str, Any]:
         result = config.model_dump(mode="json", include={"model", "data", "reward", "eval", "train", "rollout"})
         rollout, train = result.pop("rollout"), result.pop("train")
-        kept = {"num_prompts", "n", "height", "width", "num_inference_steps", "guidance_scale"}
-        result |= {f"rollout.{name}": rollout[name] for name in kept}
+        compared = {"num_prompts", "n", "height", "width", "num_inference_steps", "guidance_scale"}
+        result |= {f"rollout.{name}": rollout[name] for name in compared}
         return result | {f"train.{name}": train[name] for name in ("seed", "max_steps", "mixed_precision")}
 
     first = algorithms[0]
@@ -194,10 +194,10 @@ def read_again(algorithms: Sequence[Algorithm]) -> None:
     before = None
     for algorithm in algorithms:
         path = algorithm.folder / "second_reader.json"
-        known = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        stored = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
         run_id = {"mtime": (algorithm.folder / "metrics.jsonl").stat().st_mtime, "curve": algorithm.curve()}
-        if known.get("run") == json.loads(json.dumps(run_id)):
-            before = known["before"]
+        if stored.get("run") == json.loads(json.dumps(run_id)):
+            before = stored["before"]
             continue
         print(f"{algorithm.name}: reading again with Tesseract", flush=True)
         before = _mean_reading(reader, algorithm, step=0) if before is None else before
@@ -299,10 +299,10 @@ def draw(algorithms: Sequence[Algorithm], path: Path) -> None:
     with plt.rc_context(style):
         figure, panels = plt.subplots(1, 2, figsize=(10, 4.4), sharey=True, layout="constrained")
         for panel, (kind, label) in zip(panels, KINDS.items(), strict=True):
-            for number, each in enumerate(_ranked(algorithm for algorithm in algorithms if algorithm.task == kind)):
-                images, rewards = zip(*each.curve(), strict=True)
+            for number, algorithm in enumerate(_ranked(entry for entry in algorithms if entry.task == kind)):
+                images, rewards = zip(*algorithm.curve(), strict=True)
                 marker, colour = "osD^vPX*<>"[number % 10], f"C{number % 10}"
-                label_ = f"{rewards[-1]:.2f}  {each.heading['title']}"
+                label_ = f"{rewards[-1]:.2f}  {algorithm.heading['title']}"
                 panel.plot(images, rewards, marker=marker, markersize=4, color=colour, label=label_)
             panel.set_title(f"learning from {label}")
             panel.set_xlabel("images sampled and scored")
@@ -326,9 +326,7 @@ def page(algorithms: Sequence[Algorithm], costs: dict[str, dict[str, float]], pi
     rollout, evaluation, steps = first.config.rollout, first.config.eval, first.config.train.max_steps
     totals = [row["total"] for row in read_samples(first.folder)[0]]
     error = statistics.stdev(totals) / len(totals) ** 0.5
-    ranked = [
-        each for kind in KINDS for each in _ranked(algorithm for algorithm in algorithms if algorithm.task == kind)
-    ]
+    ranked = [algorithm for kind in KINDS for algorithm in _ranked(entry for entry in algorithms if entry.task == kind)]
     introduction = f"""Each algorithm improves the model of the quickstart, which pretraining left mediocre, on two CPU
 cores. All start from the same weights and get the same prompts, the same seed ({first.config.train.seed}) and the same
 number of images, {steps * first.images_per_step:,}: {steps} iterations of {rollout.num_prompts} prompts x {rollout.n}
@@ -533,10 +531,10 @@ def main() -> None:
         raise UserError("no run has finished yet: start without --only-page")
     if not arguments.only_page and not arguments.without_second_reader:
         read_again(finished)
-    kept = finished[0].folder.parent / "costs.json"
+    costs_file = finished[0].folder.parent / "costs.json"
     if not arguments.only_page:
-        write_atomically(kept, json.dumps(measure_costs(finished), indent=1).encode())
-    costs = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+        write_atomically(costs_file, json.dumps(measure_costs(finished), indent=1).encode())
+    costs = json.loads(costs_file.read_text(encoding="utf-8")) if costs_file.is_file() else {}
     draw(finished, PICTURE)
     write_atomically(PAGE, page(finished, costs, f"images/{PICTURE.name}").encode())
     print(f"{len(finished)} of {len(algorithms)} algorithms: {PAGE.relative_to(ROOT)}")

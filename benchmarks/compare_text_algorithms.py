@@ -184,7 +184,7 @@ accuracy: at most {0.5 / first.eval.num_prompts**0.5:.2f}. The teacher of `disti
 more than one, ratios leave 1 from the second on, and what a recipe does with them counts. `rloo` and `distillation`
 have no ratio and take one ([why](rloo.md#curve)). *Outside*: share of tokens whose ratio, of `gspo` their answer's, was
 outside of the recipe's bounds, mean over iterations and seeds; `none` where it has none."""
-    left = ", ".join(f"`{name}`" for name in missing)
+    names = ", ".join(f"`{name}`" for name in missing)
     return f"""# The algorithms compared
 
 Made by `python benchmarks/compare_text_algorithms.py`: do not edit it by hand.
@@ -198,7 +198,7 @@ Made by `python benchmarks/compare_text_algorithms.py`: do not edit it by hand.
 {_filled(legend)}
 
 {_results(by_recipe)}
-{f"{chr(10)}Not run: {left}.{chr(10)}" if left else ""}"""
+{f"{chr(10)}Not run: {names}.{chr(10)}" if names else ""}"""
 
 
 def _results(by_recipe: dict[str, list[TextRun]]) -> str:
@@ -268,8 +268,8 @@ def main() -> None:
     if not finished:
         raise UserError("no recipe has finished with all seeds yet: start without --only-page")
     draw(finished, PICTURE)
-    left = [name for name in names if name not in finished]
-    write_atomically(PAGE, page(finished, left, f"../images/{PICTURE.name}").encode())
+    unfinished = [name for name in names if name not in finished]
+    write_atomically(PAGE, page(finished, unfinished, f"../images/{PICTURE.name}").encode())
     print(f"{len(finished)} of {len(names)} recipes: {PAGE.relative_to(ROOT)}")
 
 

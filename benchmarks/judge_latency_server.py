@@ -123,10 +123,10 @@ def main() -> None:
     parser.add_argument("--max-batch-size", type=int, default=256, help="images of one request (default 256)")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one (default)")
-    given = parser.parse_args()
-    if given.latency_s < 0 or given.jitter_s < 0 or min(given.concurrency, given.max_batch_size) < 1:
+    options = parser.parse_args()
+    if options.latency_s < 0 or options.jitter_s < 0 or min(options.concurrency, options.max_batch_size) < 1:
         parser.error("times must not be negative, and --concurrency and --max-batch-size be at least 1")
-    asyncio.run(serve(given))
+    asyncio.run(serve(options))
 
 
 if __name__ == "__main__":

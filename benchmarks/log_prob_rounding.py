@@ -56,7 +56,7 @@ def main() -> None:
     exact = copy.deepcopy(module).double()
     noisy = copy.deepcopy(exact)
     noisy.get_input_embeddings().register_forward_hook(
-        lambda _module, _inputs, found: found * (1 + (2 * torch.rand_like(found) - 1) * ROUNDING)
+        lambda _module, _inputs, output: output * (1 + (2 * torch.rand_like(output) - 1) * ROUNDING)
     )
 
     requests = [

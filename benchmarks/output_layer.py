@@ -30,7 +30,7 @@ class Peak(TorchDispatchMode):
 
     def __init__(self, *inputs: Tensor) -> None:
         super().__init__()
-        self.known = {tensor.untyped_storage()._cdata for tensor in inputs}
+        self.input_storages = {tensor.untyped_storage()._cdata for tensor in inputs}
         self.held: dict[int, tuple[StorageWeakRef, int]] = {}
         self.largest = 0
 
@@ -38,7 +38,7 @@ class Peak(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         self.held = {key: value for key, value in self.held.items() if not value[0].expired()}
         for tensor in out if isinstance(out, tuple | list) else (out,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.known:
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self.input_storages:
                 storage = tensor.untyped_storage()
                 self.held[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.largest = max(self.largest, sum(size for _, size in self.held.values()))
@@ -65,13 +65,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--bf16", action="store_true")
-    given = parser.parse_args()
-    device, dtype = torch.device(given.device), torch.bfloat16 if given.bf16 else torch.float32
+    options = parser.parse_args()
+    device, dtype = torch.device(options.device), torch.bfloat16 if options.bf16 else torch.float32
     generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(given.tokens, given.width, generator=generator).to(device, dtype).requires_grad_()
-    weight = torch.randn(given.vocabulary, given.width, generator=generator).mul_(0.05).to(device, dtype)
+    hidden = torch.randn(options.tokens, options.width, generator=generator).to(device, dtype).requires_grad_()
+    weight = torch.randn(options.vocabulary, options.width, generator=generator).mul_(0.05).to(device, dtype)
     weight.requires_grad_()
-    labels = torch.randint(given.vocabulary, (given.tokens,), generator=generator).to(device)
+    labels = torch.randint(options.vocabulary, (options.tokens,), generator=generator).to(device)
 
     def run(way: Callable[[], Tensor]) -> tuple[float, Tensor]:
         hidden.grad = weight.grad = None
@@ -83,16 +83,16 @@ def main() -> None:
             torch.cuda.synchronize()
         return clock() - started, loss.detach()
 
-    compared, taken, expected = ways(hidden, weight, labels, given.chunk), {}, {}
+    compared, taken, expected = ways(hidden, weight, labels, options.chunk), {}, {}
     for name, way in compared.items():
         with Peak(hidden, weight, labels) as peak:
             _, loss = run(way)
         actual = {"loss": loss, "hidden": hidden.grad.clone(), "weight": weight.grad.clone()}
         expected = expected or actual
         apart = {key: float((actual[key] - expected[key]).norm() / expected[key].norm()) for key in actual}
-        assert max(apart.values()) < (3e-2 if given.bf16 else 1e-5), (name, apart)
+        assert max(apart.values()) < (3e-2 if options.bf16 else 1e-5), (name, apart)
         taken[name] = [peak.largest / 2**20]
-    for _ in range(given.repeats):
+    for _ in range(options.repeats):
         for name, way in compared.items():
             taken[name].append(run(way)[0])
     for name, (memory, *seconds) in taken.items():

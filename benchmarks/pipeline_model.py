@@ -114,7 +114,7 @@ def fastest(
         (pools, Pipeline(phases, pools, strategy, iterations, factor).run())
         for pools in splits(workers, scorers, phases, strategy)
     ]
-    return min(tried, key=lambda each: each[1].seconds)
+    return min(tried, key=lambda entry: entry[1].seconds)
 
 
 def measured(folder: Path, flags: dict[str, float]) -> Phases:
@@ -265,9 +265,9 @@ def draw_ratios(phases: Phases, workers: int, path: Path) -> None:
         for strategy, colour in drawn.items():
             ratios = []
             for share in shares:
-                each = replace(load, score_s=work * share / per)
-                base = Pipeline(each, Pools(workers, 0, scorers), SYNC, 12).run()
-                ratios.append(fastest(each, workers, scorers, strategy, no_stragglers, 12)[1].seconds / base.seconds)
+                scaled = replace(load, score_s=work * share / per)
+                base = Pipeline(scaled, Pools(workers, 0, scorers), SYNC, 12).run()
+                ratios.append(fastest(scaled, workers, scorers, strategy, no_stragglers, 12)[1].seconds / base.seconds)
             panel.plot(shares, ratios, color=stand_in(colour), label=strategy.name, linewidth=1.9)
         panel.axhline(1, color=MUTED, linewidth=0.9, linestyle=(0, (3, 3)))
         plain_axes(panel)

@@ -52,7 +52,7 @@ def pictures(name: str, count: int) -> list[Sample]:
         ]
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (count, 32, 32, 3), np.uint8)
-    return [Sample(image=each.repeat(8, 0).repeat(8, 1), prompt="", group_id=0) for each in coarse]
+    return [Sample(image=picture.repeat(8, 0).repeat(8, 1), prompt="", group_id=0) for picture in coarse]
 
 
 class Way:

@@ -43,9 +43,9 @@ def passes_alone(denoiser: nn.Module, work: Callable[[], object]) -> Callable[[]
     """
     calls: list[tuple[bool, dict[str, Any]]] = []
 
-    def note(_: nn.Module, arguments: tuple[()], given: dict[str, Any]) -> None:
+    def note(_: nn.Module, arguments: tuple[()], kwargs: dict[str, Any]) -> None:
         assert not arguments, "a denoiser is called by keywords"
-        calls.append((torch.is_grad_enabled(), given))
+        calls.append((torch.is_grad_enabled(), kwargs))
 
     handle = denoiser.register_forward_pre_hook(note, with_kwargs=True)
     try:
@@ -54,9 +54,9 @@ def passes_alone(denoiser: nn.Module, work: Callable[[], object]) -> Callable[[]
         handle.remove()
 
     def run() -> None:
-        for has_gradient, given in calls:
+        for has_gradient, kwargs in calls:
             with torch.set_grad_enabled(has_gradient):
-                output = denoiser(**given)[0]
+                output = denoiser(**kwargs)[0]
             if has_gradient:
                 output.backward(torch.ones_like(output))
 

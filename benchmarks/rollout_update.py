@@ -95,7 +95,7 @@ class Straightforward:
             rows = slice(start, start + self.micro_batch)
             ids = list(range(num_images))[rows]
             latents = keyed_normal(self.shape, 0, "latent", 0, ids, self.model.device)
-            kept = []
+            steps = []
             for index in range(NUM_STEPS):
                 velocity = self.velocity(latents, index, rows)
                 if index not in TRAINED:
@@ -103,24 +103,24 @@ class Straightforward:
                     continue
                 mean, std = self.step(velocity, latents, index)
                 drawn = mean + std * keyed_normal(self.shape, 0, f"step noise {index}", 0, ids, self.model.device)
-                kept.append((latents, drawn, self.log_prob(drawn, mean, std)))
+                steps.append((latents, drawn, self.log_prob(drawn, mean, std)))
                 latents = drawn
-            micro_batches.append(kept)
+            micro_batches.append(steps)
         return micro_batches
 
     def update(self, micro_batches: list, advantages: torch.Tensor) -> None:
-        for number, kept in enumerate(micro_batches):
+        for number, steps in enumerate(micro_batches):
             rows = slice(number * self.micro_batch, (number + 1) * self.micro_batch)
-            for index, (latents, drawn, old_log_prob) in zip(TRAINED, kept, strict=True):
+            for index, (latents, drawn, old_log_prob) in zip(TRAINED, steps, strict=True):
                 mean, std = self.step(self.velocity(latents, index, rows), latents, index)
                 ratio = torch.exp(self.log_prob(drawn, mean, std) - old_log_prob)
-                unclipped, clipped = (-advantages[rows] * each for each in (ratio, ratio.clamp(1 - CLIP, 1 + CLIP)))
+                unclipped, clipped = (-advantages[rows] * factor for factor in (ratio, ratio.clamp(1 - CLIP, 1 + CLIP)))
                 loss = torch.maximum(unclipped, clipped)
                 (loss.sum() / (len(advantages) * len(TRAINED))).backward()
 
     @staticmethod
     def last_drawn(micro_batches: list) -> torch.Tensor:
-        return torch.cat([kept[-1][1] for kept in micro_batches])
+        return torch.cat([steps[-1][1] for steps in micro_batches])
 
 
 class Sfumato:
@@ -212,7 +212,7 @@ def compare(arguments: argparse.Namespace) -> dict[str, Any]:
     model, prompts, advantages = made(arguments)
     sides = [Sfumato(model, prompts, arguments), Straightforward(model, prompts, arguments)]
     sampled = [side.rollout() for side in sides]
-    latents = relative(*(side.last_drawn(each) for side, each in zip(sides, sampled, strict=True)))
+    latents = relative(*(side.last_drawn(output) for side, output in zip(sides, sampled, strict=True)))
     pair = [gradients(model, lambda k=k: sides[k].update(sampled[k], advantages)) for k in range(2)]
     difference = relative(*pair)
     assert latents < 1e-4, f"the two sides make different images: {latents:.1e}"

@@ -135,16 +135,16 @@ def main() -> None:
     parser.add_argument("--requests", nargs="+", type=int, default=[32, 128, 256])
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    given = parser.parse_args()
+    options = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    clock = time.process_time if given.device == "cpu" else time.perf_counter
+    clock = time.process_time if options.device == "cpu" else time.perf_counter
     print("| model | requests | candidate | tokens a second | times generate |\n|---|---|---|---|---|")
-    for size in given.size:
-        for count in given.requests:
+    for size in options.size:
+        for count in options.requests:
             module, grouped, alone = (
-                make_module(size, given.device),
+                make_module(size, options.device),
                 make_requests(count, GROUP),
                 make_requests(count, 1),
             )
@@ -155,7 +155,7 @@ def main() -> None:
                 "engine, ungrouped": with_engine(EmbeddedEngine(module), alone),
             }
             rates: dict[str, list[float]] = {name: [] for name in candidates}
-            for repeat in range(given.repeats + 1):  # the first warms up
+            for repeat in range(options.repeats + 1):  # the first warms up
                 for name, run in candidates.items():
                     began = clock()
                     tokens = run(repeat)

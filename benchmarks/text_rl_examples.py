@@ -60,8 +60,8 @@ class Example:
     @property
     def folder(self) -> Path:
         """The run folder, which is the configuration's own for its own seed."""
-        own = self.config.train
-        return ROOT / (own.output_dir if self.seed == own.seed else f"{own.output_dir}_seed_{self.seed}")
+        train = self.config.train
+        return ROOT / (train.output_dir if self.seed == train.seed else f"{train.output_dir}_seed_{self.seed}")
 
     def curve(self, metric: str) -> list[tuple[int, float]]:
         """A metric by iteration, so far."""
@@ -144,7 +144,7 @@ def main() -> None:
     if not begun:
         raise UserError("no example has run yet: start without --only-picture")
     for picture, is_published in {"text_rl_examples.svg": False, "smollm2_rl.svg": True}.items():
-        if shown := [each for each in begun if (each.name in PUBLISHED) == is_published]:
+        if shown := [example for example in begun if (example.name in PUBLISHED) == is_published]:
             draw(shown, PICTURES / picture)
     for example in begun:
         print(json.dumps(example.figures()))

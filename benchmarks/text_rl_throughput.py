@@ -50,7 +50,7 @@ PHASES = ("draw", "others", "update")
 
 def share(text: str) -> float:
     """The share of a text's characters that are ASCII."""
-    return sum(each.isascii() for each in text) / max(len(text), 1)
+    return sum(letter.isascii() for letter in text) / max(len(text), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,9 +158,9 @@ class Phases:
         """Counts what calls of a function or method take to a phase."""
         inner: Callable[..., Any] = getattr(owner, name)
 
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             since, results = self._now(), []
-            work = partial(inner, *given, **named)
+            work = partial(inner, *args, **kwargs)
             if self._profiled:
                 for kind, share in shares(lambda: results.append(work())).items():
                     taken = share * (time.process_time() - since[0])
@@ -247,8 +247,8 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> None:
     trainer, phases, tokens = build_trainer(arguments, folder, 1000), Phases(arguments.profile), [0.0]
     scored, log_probs = trainer._generate_and_score_completions, trainer._get_per_token_logps_and_entropies
 
-    def counted(*given: Any, **named: Any) -> Any:
-        result = scored(*given, **named)
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        result = scored(*args, **kwargs)
         tokens[0] = float(result["completion_mask"].sum())
         return result
 
@@ -256,9 +256,9 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> None:
     phases.watch(trainer, "_generate", "draw")
     phases.watch(trainer, "_get_per_token_logps_and_entropies", "others")
     without_gradients = trainer._get_per_token_logps_and_entropies
-    trainer._get_per_token_logps_and_entropies = lambda *given, **named: (
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: (
         log_probs if torch.is_grad_enabled() else without_gradients
-    )(*given, **named)
+    )(*args, **kwargs)
     if arguments.profile:
         phases.watch(trainer, "compute_loss", "update")
         phases.watch(trainer.accelerator, "backward", "update")
@@ -279,44 +279,44 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
     from sfumato.config.load import load_config
     from sfumato.config.text_rl import TextRLConfig
 
-    kept: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     update_policy, reduce_and_clip, policy_loss = task.update_policy, task.reduce_and_clip, task.policy_loss
 
-    def watched(actor: Any, part: Any, advantages: Any, *given: Any) -> Any:
+    def watched(actor: Any, part: Any, advantages: Any, *args: Any) -> Any:
         weights = {name: parameter.detach().clone() for name, parameter in actor.model.plain.named_parameters()}
-        kept.update(part=part, advantages=advantages.values.clone(), weights=weights, loss=0.0)
-        return update_policy(actor, part, advantages, *given)
+        recorded.update(part=part, advantages=advantages.values.clone(), weights=weights, loss=0.0)
+        return update_policy(actor, part, advantages, *args)
 
-    def loss_of(*given: Any, **named: Any) -> torch.Tensor:
-        loss = policy_loss(*given, **named)
-        kept["loss"] += float(loss.detach())
+    def loss_of(*args: Any, **kwargs: Any) -> torch.Tensor:
+        loss = policy_loss(*args, **kwargs)
+        recorded["loss"] += float(loss.detach())
         return loss
 
-    def before(model: Any, *given: Any) -> float:
-        kept["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
-        return reduce_and_clip(model, *given)
+    def before(model: Any, *args: Any) -> float:
+        recorded["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        return reduce_and_clip(model, *args)
 
     task.update_policy, task.policy_loss, task.reduce_and_clip = watched, loss_of, before
     task.main(load_config(TextRLConfig, overrides=sfumato_config(arguments, folder, 2)))
 
-    if not kept["advantages"].any():
+    if not recorded["advantages"].any():
         raise SystemExit(
             "no group of the second iteration has answers of different rewards: there is nothing to compare"
         )
     trainer = build_trainer(arguments, folder, 2)
     model = trainer.model
-    rollouts, _, ids, _ = kept["part"]
+    rollouts, _, ids, _ = recorded["part"]
     sequence_of = {
         request.sample_id: sequence
         for rollout in rollouts
         for request, (sequence,) in zip(rollout.requests, rollout.sequences, strict=True)
     }
     sequences = [(torch.from_numpy(sequence_of[number].token_ids).long(), sequence_of[number].drawn) for number in ids]
-    given = [tokens[: len(tokens) - int(drawn.sum())] for tokens, drawn in sequences]
+    prompts = [tokens[: len(tokens) - int(drawn.sum())] for tokens, drawn in sequences]
     drawn = [tokens[len(tokens) - int(drawn.sum()) :] for tokens, drawn in sequences]
     pad = torch.nn.utils.rnn.pad_sequence
-    inputs = {"advantages": kept["advantages"][list(ids)].float()}
-    for name, parts, side in (("prompt", given, "left"), ("completion", drawn, "right")):
+    inputs = {"advantages": recorded["advantages"][list(ids)].float()}
+    for name, parts, side in (("prompt", prompts, "left"), ("completion", drawn, "right")):
         inputs[f"{name}_ids"] = pad(parts, batch_first=True, padding_side=side)
         ones = [torch.ones_like(part) for part in parts]
         inputs[f"{name}_mask"] = pad(ones, batch_first=True, padding_side=side)
@@ -326,13 +326,13 @@ def check(arguments: argparse.Namespace, folder: Path) -> tuple[float, float, fl
         with torch.no_grad():
             result = trainer._get_per_token_logps_and_entropies(model, *whole, inputs["completion_ids"].shape[1])
         inputs["ref_per_token_logps"] = result[0]
-    model.load_state_dict(kept["weights"], strict=False)
+    model.load_state_dict(recorded["weights"], strict=False)
     model.train()
     loss = trainer._compute_loss(model, inputs)
     loss.backward()
-    pairs = [(parameter.grad, kept["gradients"][name]) for name, parameter in model.named_parameters()]
+    pairs = [(parameter.grad, recorded["gradients"][name]) for name, parameter in model.named_parameters()]
     largest = max(float(ours.abs().max()) for _, ours in pairs)
-    return kept["loss"], float(loss.detach()), max(float((a - b).abs().max()) for a, b in pairs) / largest
+    return recorded["loss"], float(loss.detach()), max(float((a - b).abs().max()) for a, b in pairs) / largest
 
 
 def inside(arguments: argparse.Namespace, side: str) -> None:
@@ -354,8 +354,8 @@ class Side:
             "OMP_NUM_THREADS": str(changes.get("threads", 1)),
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks"), *sys.path]),
         }
-        given = json.dumps(vars(arguments) | changes | {"folder": folder})
-        command = [sys.executable, __file__, "--inside", side, given]
+        settings = json.dumps(vars(arguments) | changes | {"folder": folder})
+        command = [sys.executable, __file__, "--inside", side, settings]
         with self.errors.open("w") as errors:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
@@ -450,8 +450,8 @@ def main() -> None:
     parser.add_argument("--inside", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
-        side, given = arguments.inside
-        inside(argparse.Namespace(**json.loads(given)), side)
+        side, settings = arguments.inside
+        inside(argparse.Namespace(**json.loads(settings)), side)
         return
     for model in arguments.model:
         for case in arguments.case:

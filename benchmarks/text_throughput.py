@@ -241,10 +241,10 @@ def run_small(kind: str, steps: int, folder: Path) -> int | tuple[int, float]:
     def timed(name: str) -> None:
         inner = getattr(Run, name)
 
-        def call(*given: Any, **named: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
             started = time.process_time()
             try:
-                return inner(*given, **named)
+                return inner(*args, **kwargs)
             finally:
                 spent[0] += time.process_time() - started
 
@@ -262,8 +262,8 @@ RUNS: dict[str, Callable[..., Any]] = {
     "plain": run_plain,
     "trainer": run_trainer,
     "trl_padded": run_trl,
-    "trl_bfd": lambda *given: run_trl(*given, packing=True, packing_strategy="bfd"),
-    "trl_wrapped": lambda *given: run_trl(*given, packing=True, packing_strategy="wrapped"),
+    "trl_bfd": lambda *args: run_trl(*args, packing=True, packing_strategy="bfd"),
+    "trl_wrapped": lambda *args: run_trl(*args, packing=True, packing_strategy="wrapped"),
     "sfumato": run_sfumato,
     "tokenise": run_tokenise,
     "small": run_small,

@@ -170,14 +170,14 @@ def run_plain(steps: int, folder: Path) -> int:
         parts = [part for messages in batch for part in messages[0]["content"] if part["type"] == "image"]
         images = [read_image(base64.b64decode(part["image"].partition(",")[2]), "a row") for part in parts]
         texts = [render(messages, tokenize=False) for messages in batch]
-        given = processor(text=texts, images=images or None, padding=True, return_tensors="pt")
-        labels = torch.full_like(given["input_ids"], -100)
+        inputs = processor(text=texts, images=images or None, padding=True, return_tensors="pt")
+        labels = torch.full_like(inputs["input_ids"], -100)
         for index, text in enumerate(texts):
             answer = text.partition(answer_begin)[2].removesuffix("\n")
-            length, end = len(built.tokenizer(answer)["input_ids"]), int(given["attention_mask"][index].sum())
+            length, end = len(built.tokenizer(answer)["input_ids"]), int(inputs["attention_mask"][index].sum())
             stop = end - (len(built.tokenizer("\n")["input_ids"]) if text.endswith("\n") else 0)
-            labels[index, stop - length : stop] = given["input_ids"][index, stop - length : stop]
-        model(**given, labels=labels).loss.backward()
+            labels[index, stop - length : stop] = inputs["input_ids"][index, stop - length : stop]
+        model(**inputs, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -235,7 +235,7 @@ def balance(num_steps: int) -> dict[str, float]:
         }
         for name, ranks in ways.items():
             # ranks wait for each other in each micro-batch: fsdp gathers weights there
-            most = [max(sum(work[each] for each in part) for part in parts) for parts in zip(*ranks, strict=True)]
+            most = [max(sum(work[index] for index in part) for part in parts) for parts in zip(*ranks, strict=True)]
             lost.setdefault(name, []).append(1 - sum(work) / RANKS / sum(most))
     return {name: statistics.mean(value) for name, value in lost.items()}
 
@@ -252,7 +252,7 @@ def media_rows(folder: Path, kind: str, count: int) -> Path:
         if kind == "image":
             coarse[0].resize((1200, 900), Image.Resampling.BICUBIC).save(folder / name, quality=90)
         else:
-            ends = [np.asarray(each.resize((640, 360), Image.Resampling.BICUBIC), np.float32) for each in coarse]
+            ends = [np.asarray(picture.resize((640, 360), Image.Resampling.BICUBIC), np.float32) for picture in coarse]
             writer = cv2.VideoWriter(str(folder / name), cv2.VideoWriter.fourcc(*"mp4v"), 20.0, (640, 360))
             for part in np.linspace(0, 1, 160):
                 writer.write((ends[0] * (1 - part) + ends[1] * part).astype(np.uint8))
@@ -309,11 +309,11 @@ def media(repeats: int) -> None:
                         for sample in samples:
                             tensors(sample.documents[0].images)
                     took = time.perf_counter() - begun[0], time.process_time() - begun[1]
-                    taken.setdefault(way, []).append([1000 * each / count for each in took])
+                    taken.setdefault(way, []).append([1000 * seconds / count for seconds in took])
             print(f"{kind}s: cache of {size / count / 1e6:.1f} MB a conversation, made in {1000 * made / count:.0f} ms")
             for way, value in taken.items():
-                wall, cpu = (statistics.median(each) for each in zip(*value, strict=True))
-                ratio = [one[0] / own[0] for one, own in zip(taken["one thread"], value, strict=True)]
+                wall, cpu = (statistics.median(values) for values in zip(*value, strict=True))
+                ratio = [one[0] / measured[0] for one, measured in zip(taken["one thread"], value, strict=True)]
                 print(f"  {way:18}{wall:8.1f} ms {cpu:8.1f} ms of CPU   ratio {statistics.median(ratio):.2f}")
 
 

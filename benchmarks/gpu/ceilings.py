@@ -112,7 +112,7 @@ def attention(setting: Setting) -> dict[str, Any]:
             results[f"{name}_tflops_per_s"] = operations / seconds / 1e12
             wanting = [tensor.clone().requires_grad_() for tensor in made]
             with_gradients = functional.scaled_dot_product_attention(*wanting).detach()
-            one = functional.scaled_dot_product_attention(*(each[:1] for each in made))
+            one = functional.scaled_dot_product_attention(*(tensor[:1] for tensor in made))
             results[f"same_bits_with_gradients_{name}"] = bool(torch.equal(plain, with_gradients))
             results[f"same_bits_in_a_batch_of_one_{name}"] = bool(torch.equal(plain[:1], one))
     return results

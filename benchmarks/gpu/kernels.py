@@ -81,7 +81,7 @@ def packed_attention(setting: Setting) -> dict[str, Any]:
         parts = [tensor.split(lengths, dim=2) for tensor in (query, key, value)]
         results = []
         for q, k, v in zip(*parts, strict=True):
-            k, v = (each.repeat_interleave(2, dim=1) for each in (k, v))
+            k, v = (heads.repeat_interleave(2, dim=1) for heads in (k, v))
             scores = (q @ k.mT / width**0.5).masked_fill(torch.ones(q.shape[2], q.shape[2]).triu(1).bool(), -torch.inf)
             results.append(scores.softmax(-1) @ v)
         return torch.cat(results, dim=2).transpose(1, 2)
@@ -203,14 +203,14 @@ def dropout(setting: Setting) -> dict[str, Any]:
         def forward(self, hidden: Tensor) -> Tensor:
             return self.dropout(hidden)
 
-    kept = []
+    outputs = []
     for device in ("cpu", setting.device):
         model = Model().train()
         keys = keyed_dropout(model, seed=7)
         with keys.batch(step=3, sample_ids=[11, 5]):
-            kept.append(model(torch.ones(2, 33, 130, device=device)).cpu())
-    assert torch.equal(kept[0] == 0, kept[1] == 0), "the device drops other elements than the CPU"
-    assert 0.25 < float((kept[0] == 0).float().mean()) < 0.35
+            outputs.append(model(torch.ones(2, 33, 130, device=device)).cpu())
+    assert torch.equal(outputs[0] == 0, outputs[1] == 0), "the device drops other elements than the CPU"
+    assert 0.25 < float((outputs[0] == 0).float().mean()) < 0.35
     return {"equal": True}
 
 
@@ -219,7 +219,7 @@ def noise(setting: Setting) -> dict[str, Any]:
     from sfumato.algorithms.noise import keyed_normal
 
     shape, ids = (16, 64, 64), [3, 900, 17]
-    cpu, device = (keyed_normal(shape, 1, "latent", 5, ids, each) for each in ("cpu", setting.device))
+    cpu, device = (keyed_normal(shape, 1, "latent", 5, ids, target) for target in ("cpu", setting.device))
     values = {"largest_difference": float((cpu - device.cpu()).abs().max())}
     seconds = setting.seconds(lambda: keyed_normal(shape, 1, "latent", 5, ids, setting.device), 5)
     return values | {"ms_of_3": seconds * 1e3}
@@ -233,7 +233,7 @@ def checksums(setting: Setting) -> dict[str, Any]:
     size = setting.size((4099, 2053), (67, 129))
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8):
         values = (drawn(*size) * 50).to(dtype)
-        results = [int(shard_checksum(size, each, [whole_chunk(size)])) for each in (values, values.to(setting.device))]
+        results = [int(shard_checksum(size, copy, [whole_chunk(size)])) for copy in (values, values.to(setting.device))]
         assert results[0] == results[1], f"{dtype}: the device has another checksum than the CPU"
     large = torch.empty(setting.size(2**28, 2**12), device=setting.device).normal_()
     seconds = setting.seconds(lambda: shard_checksum(large.shape, large, [whole_chunk(large.shape)]), 3)

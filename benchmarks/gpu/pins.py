@@ -80,7 +80,9 @@ def problems(installed: Callable[[str], str] = metadata.version) -> dict[str, li
             actual[kind].append(f"{wanted} is wanted, {version} is installed" + (f" ({why})" if why else ""))
         elif wanted.name in CARRIED:
             # without requests, for one, diffusers cannot be imported
-            actual[kind] += [f"{each}, which {wanted.name} requires, is missing" for each in missing_below(wanted.name)]
+            actual[kind] += [
+                f"{package}, which {wanted.name} requires, is missing" for package in missing_below(wanted.name)
+            ]
     return actual
 
 
@@ -90,15 +92,15 @@ def missing_below(name: str) -> list[str]:
 
     waiting, seen, missing = [name], set[str](), []
     while waiting:
-        each = waiting.pop()
-        key = normalised(each)
+        package = waiting.pop()
+        key = normalised(package)
         if key in seen:
             continue
         seen.add(key)
         try:
-            requires = metadata.requires(each) or []
+            requires = metadata.requires(package) or []
         except metadata.PackageNotFoundError:
-            missing.append(each)
+            missing.append(package)
             continue
         parsed = (Requirement(text) for text in requires)
         waiting += [one.name for one in parsed if one.marker is None or one.marker.evaluate({"extra": ""})]

@@ -57,7 +57,7 @@ def rounded(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [rounded(each) for each in value]
+        return [rounded(entry) for entry in value]
     if isinstance(value, float):
         return float(f"{value:.5g}") if math.isfinite(value) else str(value)
     return value
@@ -124,10 +124,10 @@ def table(lines: Iterable[dict[str, Any]]) -> str:
     return "\n".join(text)
 
 
-def commit_of(given: str | None) -> str:
+def commit_of(name: str | None) -> str:
     """The commit that is measured: what was given, what git says, or "unknown"; with a mark when files have changed."""
-    if given:
-        return given
+    if name:
+        return name
     try:
         head = subprocess.run(["git", "rev-parse", "--short=10", "HEAD"], cwd=ROOT, capture_output=True, text=True)
         changed = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True)

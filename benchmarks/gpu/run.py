@@ -114,8 +114,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def main(given: list[str] | None = None) -> int:
-    arguments = parse(given)
+def main(command_line: list[str] | None = None) -> int:
+    arguments = parse(command_line)
     if arguments.inside:
         return inside(arguments)
     started = time.monotonic()
@@ -192,16 +192,16 @@ def device_of(arguments: argparse.Namespace) -> str | None:
 def run_stage(stage: Stage, arguments: argparse.Namespace, device: str, run: str, limit: float) -> None:
     """Runs a stage's process until it has ended by itself or its time is over; again after a cell in which it died."""
     path, until = arguments.output / results.FILE, time.monotonic() + limit
-    given = os.environ.get("PYTHONPATH")
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([given] if given else [])])}
+    python_path = os.environ.get("PYTHONPATH")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), *([python_path] if python_path else [])])}
     environment |= {
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
         "SFUMATO_GPU_COMMAND": results.command_of(),
     }
-    while (left := until - time.monotonic()) > 1:
+    while (remaining_s := until - time.monotonic()) > 1:
         log = arguments.output / "log.txt"
-        command = [sys.executable, "-m", "benchmarks.gpu.run", "--inside", stage.name, f"{left:.1f}", run]
+        command = [sys.executable, "-m", "benchmarks.gpu.run", "--inside", stage.name, f"{remaining_s:.1f}", run]
         command += [
             "--output",
             str(arguments.output),
@@ -217,7 +217,7 @@ def run_stage(stage: Stage, arguments: argparse.Namespace, device: str, run: str
             file.write(f"=== {stage.name}\n".encode())
             file.flush()
             size = file.tell()
-            code = run_process(command, environment, file, left)
+            code = run_process(command, environment, file, remaining_s)
         if code == 0:
             return
         said = log.read_bytes()[size:].decode(errors="replace").strip()[-TAIL:]

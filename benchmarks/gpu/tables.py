@@ -112,7 +112,7 @@ def product(*parts: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
     """Rows of a grid, in order: label and name of the cell."""
     names = [""]
     for part in parts:
-        names = [f"{name}/{each}".lstrip("/") for name in names for each in part]
+        names = [f"{name}/{suffix}".lstrip("/") for name in names for suffix in part]
     return tuple((name.replace("/", ", "), name) for name in names)
 
 
@@ -330,11 +330,11 @@ def keep(paths: list[Path]) -> None:
         (MEASURED_FOLDER / f"{run}.jsonl").write_text(text, encoding="utf-8")
 
 
-def main(given: list[str] | None = None) -> int:
+def main(command_line: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("results", nargs="*", type=Path, metavar="RESULTS")
     parser.add_argument("--write", action="store_true", help="keep the results, and fill the page")
-    arguments = parser.parse_args(given)
+    arguments = parser.parse_args(command_line)
     if arguments.write:
         keep(arguments.results)
         text = filled(PAGE.read_text(encoding="utf-8"), chosen(read(kept())))
