@@ -8,6 +8,7 @@ import pytest
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.sources import open_sources
 from sfumato.data.text.format import build_transform
+from sfumato.data.text.messages import unread_keys
 from sfumato.data.text.notes import describe_text_data
 from sfumato.errors import DataError
 from tests.tiny_tokenizers import build_tokenizer
@@ -195,6 +196,11 @@ def test_what_rows_are_read_as_is_said(tmp_path, kind):
     )
     if kind == "mapping":
         assert lines[1].startswith("rows: not read: column 'id'")
+
+
+def test_columns_behind_an_empty_one_are_looked_at():
+    row = {"empty": None, "source": "web", "messages": [{"role": "user", "content": "q", "id": 1}]}
+    assert unread_keys([row], {"messages"}, "") == ["column 'source'", "key 'id' of messages"]
 
 
 @pytest.mark.parametrize("kind", ["mapping", "iterable"])

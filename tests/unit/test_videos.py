@@ -129,6 +129,16 @@ def test_frames_are_chosen_as_the_processors_of_transformers_choose_them():
     assert len(processor(True, fps=0.5).choose(300, 30.0)) == 4
 
 
+@pytest.mark.parametrize(
+    "limits", [{"min_frames": 9, "max_frames": 8}, {"min_frames": 800}, {"min_pixels": 80 * 28 * 28}], ids=str
+)
+def test_limits_of_which_the_least_is_above_the_most_are_refused(limits):
+    settings = dict.fromkeys(("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"))
+    assert processor(True).limited(**settings) == processor(True)
+    with pytest.raises(ConfigError, match=r"the first must not be above the second"):
+        processor(True).limited(**settings | limits)
+
+
 def test_frames_are_scaled_by_the_rule_of_images_or_by_all_their_pixels():
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 

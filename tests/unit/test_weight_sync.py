@@ -21,6 +21,7 @@ from sfumato.errors import ConfigError, NonFiniteError, RoleLostError, WeightSyn
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Chunk, Shards, chunks_of_range, whole_chunk
+from sfumato.rollout.engines.served.tensor_file import TensorFile
 from sfumato.runtime.weight_sync import sender
 from sfumato.runtime.weight_sync.buckets import plan_buckets
 from sfumato.runtime.weight_sync.checksum import (
@@ -764,3 +765,13 @@ def test_of_what_gloo_says_the_reason_is_quoted_without_its_source_file():
     said = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4321. More"
     assert broadcast._reason(RuntimeError(said)) == "Connection closed by peer [10.0.0.2]:4321"
     assert broadcast._reason(RuntimeError("NCCL error\nwith details")) == "NCCL error"
+
+
+def test_a_dtype_that_no_weights_have_is_named(tmp_path: Path) -> None:
+    with (tmp_path / "file").open("wb") as file, pytest.raises(WeightSyncError, match=r"a.b has dtype torch.int64"):
+        TensorFile(file, {}).append("a.b", torch.zeros(2, dtype=torch.int64))
+
+
+def test_roles_that_are_not_connected_say_what_connects_them() -> None:
+    with pytest.raises(WeightSyncError, match=r"not connected .*reconnect\(\) first"):
+        ipc._wait(None, ["key"], 1, "sampler", 1.0, threading.Event())

@@ -41,7 +41,7 @@ class TensorFile:
         return self._header_bytes + self._entry_bytes(name, tensor) <= HEADER_BYTES
 
     def append(self, name: str, tensor: torch.Tensor) -> None:
-        """Writes a tensor. Raises OSError when there is no room."""
+        """Writes a tensor. Raises OSError when there is no room, WeightSyncError for a dtype without a name."""
         if tensor.dtype not in DTYPES:
             raise WeightSyncError(f"{name} has dtype {tensor.dtype}, in which no weights are sent")
         data = tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8)
