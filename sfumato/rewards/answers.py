@@ -14,8 +14,9 @@ from sfumato.rewards.base import Reward, Sample
 
 _MINUS = "\u2212"  # the sign of mathematics
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})")
-_WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:[eE][-+]?\d{{1,4}})?")
+_EXPONENT = r"[eE][-+]?\d{1,4}"
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})(?:{_EXPONENT}(?!\w))?")
+_WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:{_EXPONENT})?")
 _EMPHASIS = "*_` \t"
 _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$)")
@@ -31,7 +32,7 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
         text: what the model wrote.
         how: ``all``: all of it; ``marker``: the rest of the line after the last ``marker``; ``boxed``: what stands in
             the last ``\boxed{}``; ``tags``: in the last ``<answer></answer>``; ``last_number``:
-            the last decimal number, with its commas and sign.
+            the last decimal number, with its commas, sign and exponent.
         marker: as it is written; asterisks, underscores and backticks around what follows it are removed.
 
     Returns:
