@@ -5,13 +5,21 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sfumato.errors import DataError
 
-_FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+_FENCE = re.compile(
+    r"(?:^[ \t]*```[ \t]*(?P<language>\w*)|```[ \t]*(?P<inline>python3?|py)\b)[^\n`]*\n(?P<code>.*?)^[ \t]*```",
+    re.MULTILINE | re.DOTALL | re.IGNORECASE,
+)
+"""A block in triple backticks; one that says it is Python may begin behind other text, such as ``<think>``."""
+_CALLED = ("function_call", "functional", "call_based")
+"""Kinds of tests, by ``type`` or ``testtype``, whose input is the arguments of a function."""
 _WRITTEN_AS_JSON = ("[", "{")
 
 
@@ -49,6 +57,7 @@ def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTe
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"{where}: the tests are no JSON: {error}") from error
+    _refuse_calls(value if isinstance(value, list) else [value], where)
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= set(value):
         inputs, outputs = value["inputs"], value["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -68,6 +77,19 @@ def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTe
     return CodeTests(assertions=tuple(value), setup=setup, entry_point=entry_point)
 
 
+def _refuse_calls(tests: Sequence[object], where: str) -> None:
+    """Raises DataError for tests whose inputs are arguments: as standard input every answer would fail them."""
+    for test in tests:
+        if not isinstance(test, Mapping):
+            continue
+        names_function = test.get("fn_name") or test.get("func_name")
+        if names_function or test.get("type") in _CALLED or test.get("testtype") in _CALLED:
+            raise DataError(
+                f"{where}: the inputs of its tests are arguments of a function, and not a program's standard input: "
+                "write them as assertions, such as assert add(1, 2) == 3"
+            )
+
+
 def _read_pair(pair: Mapping[str, object], where: str) -> tuple[str, str]:
     stdin, stdout = pair.get("input"), pair.get("output")
     if not isinstance(stdin, str) or not isinstance(stdout, str):
@@ -84,9 +106,14 @@ def _parse(source: str, where: str) -> set[str]:
 
 
 def code_of(text: str) -> str:
-    """The code of an answer: the last block in triple backticks that is Python or unnamed, else the whole answer."""
-    blocks = [code for language, code in _FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
-    return blocks[-1] if blocks else text
+    """The code of an answer: the last Python block in triple backticks, else the last unnamed one, else the answer."""
+    blocks = {"python": "", "": ""}
+    for match in _FENCE.finditer(text):
+        language = (match["language"] or match["inline"] or "").lower()
+        is_indented = match.group().startswith((" ", "\t"))  # as in an item of a list
+        code = textwrap.dedent(match["code"]) if is_indented else match["code"]
+        blocks["python" if language in _PYTHON else language] = code
+    return blocks["python"] or blocks[""] or text
 
 
 def same_output(actual: str, expected: str) -> bool:

@@ -53,7 +53,7 @@ def tokens_between(
 
 
 def _without_end(template: PromptTemplate, tail: str, last_token: int) -> str:
-    """What the template writes behind an answer, without the token that ends the turn: the policy has drawn one already.
+    """What the template writes behind an answer, without the token that ends the turn: the policy has drawn one.
 
     Models have several, of which the template writes one: gpt-oss draws ``<|return|>`` where its history has
     ``<|end|>``. Line breaks in front of the token belong to the answer, too. A template that writes no end begins the
