@@ -19,7 +19,7 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})(?:{_EXPONENT
 _WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:{_EXPONENT})?")
 _EMPHASIS = "*_` \t"
 _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
-_CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$)")
+_CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{(.*)\}")
 
 Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
@@ -33,15 +33,15 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
         how: ``all``: all of it; ``marker``: the rest of the line after the last ``marker``; ``boxed``: what stands in
             the last ``\boxed{}``; ``tags``: in the last ``<answer></answer>``; ``last_number``:
             the last decimal number, with its commas, sign and exponent.
-        marker: as it is written; asterisks, underscores and backticks around what follows it are removed.
+        marker: as it is written; asterisks, underscores and backticks around what follows it are removed, and may stand
+            before the colon that ends it, as in ``**Answer**: B``.
 
     Returns:
         That part without spaces around it; None when there is none, or when it is empty.
     """
     answer: str | None = text
     if how == "marker":
-        before, _, after = text.rpartition(marker)
-        answer = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
+        answer = _after_last(marker, text).lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS)
     elif how == "boxed":
         answer = last_boxed(text)
     elif how == "tags":
@@ -51,6 +51,14 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
         numbers = _NUMBER.findall(text)
         answer = numbers[-1] if numbers else None
     return (answer or "").strip() or None
+
+
+def _after_last(marker: str, text: str) -> str:
+    """What follows the last marker, before whose colon a model may have ended its emphasis; empty without a marker."""
+    if marker.endswith(":"):
+        emphasised = re.compile(re.escape(marker.removesuffix(":")) + r"[*_`]*:")
+        return text[max((match.end() for match in emphasised.finditer(text)), default=len(text)) :]
+    return text.rpartition(marker)[2] if marker in text else ""
 
 
 def last_boxed(text: str) -> str | None:
