@@ -458,6 +458,14 @@ def test_what_cannot_be_is_refused(fields, why):
         ToolUse(**fields).prepare(template_of())
 
 
+@pytest.mark.parametrize("model", ["glm4_5", "gpt_oss"])
+def test_a_template_that_writes_calls_in_another_form_is_refused(model):
+    tokenizer = model_folders.build_tokenizer(model)
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer.chat_template
+    with pytest.raises(ConfigError, match=r"hermes reads <tool_call> with JSON, but .* writes a call as '.*calculator"):
+        ToolUse().prepare(template_of(None, tokenizer))
+
+
 def test_a_template_without_tools_is_refused():
     with pytest.raises(ConfigError, match=r"leaves out the tool 'calculator'; data\.chat_template hermes shows tools"):
         ToolUse().prepare(template_of("chatml"))
