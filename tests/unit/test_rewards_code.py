@@ -196,6 +196,43 @@ def test_inputs_that_are_arguments_are_refused_and_no_standard_input(tests):
     assert read_tests({}, plain, "").pairs == (("1", "3"),)
 
 
+CALLED = "def test_add():\n    assert add(1, 2) == 3\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (CALLED, "defines test_add, which nothing calls"),
+        ([CALLED, "assert add(0, 0) == 0"], "defines test_add, which nothing calls"),
+        (f"{CALLED}if __name__ == '__main__':\n    test_add()", "defines test_add, which nothing calls"),
+        ("class Adds(unittest.TestCase):\n    def test(self): pass", "defines Adds, which nothing calls"),
+        ("# to be written", "asserts nothing"),
+        (f"from solution import add\n{CALLED}test_add()", "imports 'solution', which the sandbox does not have"),
+        ("import numpy as np\nassert add(1, 2) == 3", "imports 'numpy'"),
+    ],
+)
+def test_tests_that_say_nothing_of_an_answer_are_refused(tests, reason):
+    with pytest.raises(DataError, match=reason):
+        CodeReward().check_row("Write it.", {"tests": tests})
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        f"{CALLED}test_add()",
+        [CALLED, "test_add()"],
+        "import math\nfor n in range(3):\n    assert add(n, n) == 2 * n",
+        "add(1, 2)",
+    ],
+)
+def test_tests_that_run_are_read(tests):
+    CodeReward().check_row("Write it.", {"tests": tests})
+    helped = (
+        "def test_numbers():\n    return [1]\ndef check(candidate):\n    assert candidate(1, test_numbers()[0]) == 2"
+    )
+    CodeReward().check_row("Write it.", {"tests": helped, "entry_point": "add"})
+
+
 def test_where_the_code_of_an_answer_stands():
     assert code_of("x = 1") == "x = 1"
     assert code_of("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\n```bash\nls\n```") == "x = 2\n"
