@@ -25,6 +25,7 @@ _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 _WITH_EXPONENT = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,4})")
 _MIXED_NUMBER = re.compile(r"(-?\d+) +(\d+)/(\d+)")
 _GROUPS_OF_DIGITS = re.compile(r"[-+]?\d{1,3}(?:(?:\\[,:; ]|[~ \u00a0\u2009\u202f])\d{3})+(?:\.\d+)?")
+_CURRENCY = re.compile("[\u00a3\u20ac\u00a5\u20b9]")
 _FORMULA = re.compile(r"(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 
 
@@ -146,11 +147,12 @@ def _are_equal(target: str, text: str) -> bool:
 def in_box(text: str) -> str:
     r"""A text in which math-verify finds one expression: in a box, unless it has one or marks formulas by dollar signs.
 
-    A single ``$`` and ``\$`` are units, which math-verify reads in a box alone. Three ways to write a number it would
-    read as a product: ``1e-05`` (with Euler's number), ``2 1/2``, and ``10\,000`` (0).
+    A single ``$`` and ``\$`` are units, which math-verify reads in a box alone, and other currencies not at all. Three
+    ways to write a number it would read as a product: ``1e-05`` (with Euler's number), ``2 1/2``, and ``10\,000`` (0).
     """
     if "\\boxed" in text or _FORMULA.search(text):
         return text
+    text = _CURRENCY.sub(r"\\$", text)
     if match := _WITH_EXPONENT.fullmatch(text):
         text = rf"{match[1]} \times 10^{{{int(match[2])}}}"
     elif match := _MIXED_NUMBER.fullmatch(text):
