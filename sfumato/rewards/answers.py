@@ -20,7 +20,7 @@ _WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:{_EXPONENT})?")
 _EMPHASIS = "*_` \t"
 _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
-_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{(.*)\}")
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
 
@@ -77,8 +77,9 @@ def last_boxed(text: str) -> str | None:
 def same_text(first: str, second: str) -> bool:
     """Whether two answers are the same but for spelling.
 
-    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks or dollar signs around
-    all of it and without a full stop at the end. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
+    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks, dollar signs or a
+    LaTeX command for text around all of it and without a full stop at the end. Two decimal numbers are compared as
+    numbers, so that 1,000 is 1000.0.
     """
     first, second = _normalise_spelling(first), _normalise_spelling(second)
     if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
@@ -91,6 +92,8 @@ def _normalise_spelling(text: str) -> str:
     # one pair or full stop at a time: they may stand around each other, as in "Paris."
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
         text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
+    if command := _COMMAND.fullmatch(text):
+        text = command.group(1).strip()
     return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
 
 
