@@ -127,6 +127,17 @@ def test_files_that_a_table_lacks_are_said(tmp_path):
     assert "has 2 of the 3 files of the table of train-00001-of-00003.parquet" in line
 
 
+def test_the_hubs_cache_of_a_data_set_with_several_revisions_is_refused(tmp_path):
+    (tmp_path / "refs").mkdir()
+    for revision in ("aaa", "bbb"):
+        (tmp_path / "snapshots" / revision).mkdir(parents=True)
+        (tmp_path / "snapshots" / revision / TRAIN).touch()
+        if revision == "aaa":
+            assert len(find_files(tmp_path, "data.train_path")) == 1
+    with pytest.raises(DataError, match=r"data.train_path: .* with 2 revisions: give one of them, as .*/snapshots/bbb"):
+        find_files(tmp_path, "data.train_path")
+
+
 def test_a_parquet_file_without_rows_says_so(tmp_path):
     pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet has no rows"):

@@ -225,7 +225,16 @@ def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
 
 
 def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
-    """The files of known endings in a folder and its subfolders, without hidden ones and those of runs."""
+    """The files of known endings in a folder and its subfolders, without hidden ones and those of runs.
+
+    Raises DataError for the hub's cache of a data set with several revisions, whose rows would count double.
+    """
+    revisions = sorted(folder.glob("snapshots/*")) if (folder / "refs").is_dir() else []
+    if len(revisions) > 1:
+        raise DataError(
+            f"{option}: {folder} is the hub's cache of a data set, with {len(revisions)} revisions: give one of them, "
+            f"as {revisions[-1]}"
+        )
     inside = sorted(
         file
         for file in folder.rglob("*")
