@@ -29,6 +29,12 @@ if TYPE_CHECKING:
 TOKENS_AT_ONCE = 4096
 """Tokens whose logits are in memory at a time."""
 
+FOLLOWED = ("do_sample", "temperature", "top_p", "top_k")
+"""Settings of a task that answers are drawn by."""
+
+UNUSED = {"num_beams": 1, "repetition_penalty": 1.0, "length_penalty": 1.0, "min_p": 0.0, "use_cache": True}
+"""Other settings, with the values at which they change nothing."""
+
 NEW_TOKENS = 256
 """Longest answer where a task does not say, as in the harness."""
 
@@ -129,11 +135,11 @@ class HarnessModel(TemplateLM):
 
     def _draw(self, texts: list[str], settings: Keywords, stops: list[str], longest: int) -> list[str]:
         """Answers to texts with the same settings."""
-        samples = settings.get("do_sample", False) or float(settings.get("temperature") or 0.0) > 0
+        temperature = read_temperature(settings)
         sampling = Sampling(
-            float(settings.get("temperature") or 1.0) if samples else 0.0,
-            float(settings.get("top_p") or 1.0) if samples else 1.0,
-            int(settings.get("top_k") or 0) if samples else 0,
+            temperature,
+            float(settings.get("top_p") or 1.0) if temperature else 1.0,
+            int(settings.get("top_k") or 0) if temperature else 0,
             stop_token_ids=tuple({*stop_tokens(self.model.template), self.eot_token_id}),
             stop=tuple(stop for stop in stops if stop),
         )
@@ -154,6 +160,26 @@ class HarnessModel(TemplateLM):
         )
         answers = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in drawn]
         return [_before(answer, stops) for answer in answers]
+
+
+def read_temperature(settings: Keywords) -> float:
+    """The temperature that a task draws answers at; 0 takes the likeliest tokens.
+
+    Args:
+        settings: of the task, as the harness completes them.
+
+    Raises:
+        ConfigError: when the task asks for more than temperature, top_p and top_k, such as beams.
+    """
+    for name, value in settings.items():
+        if name not in FOLLOWED and value not in (None, UNUSED.get(name)):
+            raise ConfigError(
+                f"a task asks for answers with {name} {value!r}, which are not drawn here: leave it out of the task's "
+                "generation_kwargs"
+            )
+    if not settings.get("do_sample", False):
+        return 0.0
+    return 1.0 if settings.get("temperature") is None else float(settings["temperature"])
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

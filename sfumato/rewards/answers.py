@@ -14,12 +14,13 @@ from sfumato.rewards.base import Reward, Sample
 
 _MINUS = "\u2212"  # the sign of mathematics
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})")
-_WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:[eE][-+]?\d{{1,4}})?")
+_EXPONENT = r"[eE][-+]?\d{1,4}"
+_NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})(?:{_EXPONENT}(?!\w))?")
+_WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:{_EXPONENT})?")
 _EMPHASIS = "*_` \t"
 _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
-_CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$)")
-_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{(.*)\}")
+_CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
+_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
 
@@ -31,16 +32,16 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
         text: what the model wrote.
         how: ``all``: all of it; ``marker``: the rest of the line after the last ``marker``; ``boxed``: what stands in
             the last ``\boxed{}``; ``tags``: in the last ``<answer></answer>``; ``last_number``:
-            the last decimal number, with its commas and sign.
-        marker: as it is written; asterisks, underscores and backticks around what follows it are removed.
+            the last decimal number, with its commas, sign and exponent.
+        marker: as it is written; asterisks, underscores and backticks around what follows it are removed, and may stand
+            before the colon that ends it, as in ``**Answer**: B``.
 
     Returns:
         That part without spaces around it; None when there is none, or when it is empty.
     """
     answer: str | None = text
     if how == "marker":
-        before, _, after = text.rpartition(marker)
-        answer = after.lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS) if before or after != text else None
+        answer = _after_last(marker, text).lstrip(_EMPHASIS).partition("\n")[0].rstrip(_EMPHASIS)
     elif how == "boxed":
         answer = last_boxed(text)
     elif how == "tags":
@@ -50,6 +51,14 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
         numbers = _NUMBER.findall(text)
         answer = numbers[-1] if numbers else None
     return (answer or "").strip() or None
+
+
+def _after_last(marker: str, text: str) -> str:
+    """What follows the last marker, before whose colon a model may have ended its emphasis; empty without a marker."""
+    if marker.endswith(":"):
+        emphasised = re.compile(re.escape(marker.removesuffix(":")) + r"[*_`]*:")
+        return text[max((match.end() for match in emphasised.finditer(text)), default=len(text)) :]
+    return text.rpartition(marker)[2] if marker in text else ""
 
 
 def last_boxed(text: str) -> str | None:
@@ -68,8 +77,9 @@ def last_boxed(text: str) -> str | None:
 def same_text(first: str, second: str) -> bool:
     """Whether two answers are the same but for spelling.
 
-    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks or dollar signs around
-    all of it and without a full stop at the end. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
+    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks, dollar signs or a
+    LaTeX command for text around all of it and without a full stop at the end. Two decimal numbers are compared as
+    numbers, so that 1,000 is 1000.0.
     """
     first, second = _normalise_spelling(first), _normalise_spelling(second)
     if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
@@ -82,6 +92,8 @@ def _normalise_spelling(text: str) -> str:
     # one pair or full stop at a time: they may stand around each other, as in "Paris."
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
         text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
+    if command := _COMMAND.fullmatch(text):
+        text = command.group(1).strip()
     return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
 
 

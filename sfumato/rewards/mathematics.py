@@ -22,6 +22,11 @@ if TYPE_CHECKING:
 
 INSTALL = "pip install --target math_verify 'math-verify[antlr4_13_2]>=0.9'"
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
+_WITH_EXPONENT = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,4})")
+_MIXED_NUMBER = re.compile(r"(-?\d+) +(\d+)/(\d+)")
+_GROUPS_OF_DIGITS = re.compile(r"[-+]?\d{1,3}(?:(?:\\[,:; ]|[~ \u00a0\u2009\u202f])\d{3})+(?:\.\d+)?")
+_CURRENCY = re.compile("[\u00a3\u20ac\u00a5\u20b9]")
+_FORMULA = re.compile(r"(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 
 
 class _TooLongError(BaseException):
@@ -89,7 +94,7 @@ class MathAnswer(AnswerReward):
         target = self._read_target(prompt, metadata)
         if _PLAIN_NUMBER.fullmatch(target):
             return
-        sample = Sample(text=_in_box(target), prompt=prompt, metadata=metadata, group_id=0)
+        sample = Sample(text=in_box(target), prompt=prompt, metadata=metadata, group_id=0)
         (value, reason), *_ = pool_of(self).call([sample]).values
         if value != 1.0:
             raise DataError(
@@ -113,7 +118,7 @@ class MathAnswer(AnswerReward):
             answer = extract_answer(text, self.extract, self.marker)
             if answer is None:
                 return 0.0
-            text = _in_box(answer)
+            text = in_box(answer)
         # An alarm before timeout_s: at timeout_s the process is killed, and another one has to load sympy.
         limit_s = 0.8 * self.timeout_s
         previous_handler = signal.signal(signal.SIGALRM, _raise_too_long)
@@ -131,7 +136,7 @@ def _are_equal(target: str, text: str) -> bool:
     """math-verify's verdict. Its time limits are off: they use SIGALRM, which the caller has set."""
     from math_verify import parse, verify
 
-    gold = parse(_in_box(target), parsing_timeout=None)
+    gold = parse(in_box(target), parsing_timeout=None)
     if all(isinstance(part, str) for part in gold):
         raise DataError(
             f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
@@ -139,8 +144,22 @@ def _are_equal(target: str, text: str) -> bool:
     return verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None)
 
 
-def _in_box(text: str) -> str:
-    return text if "\\boxed" in text or "$" in text else f"\\boxed{{{text}}}"
+def in_box(text: str) -> str:
+    r"""A text in which math-verify finds one expression: in a box, unless it has one or marks formulas by dollar signs.
+
+    A single ``$`` and ``\$`` are units, which math-verify reads in a box alone, and other currencies not at all. Three
+    ways to write a number it would read as a product: ``1e-05`` (with Euler's number), ``2 1/2``, and ``10\,000`` (0).
+    """
+    if "\\boxed" in text or _FORMULA.search(text):
+        return text
+    text = _CURRENCY.sub(r"\\$", text)
+    if match := _WITH_EXPONENT.fullmatch(text):
+        text = rf"{match[1]} \times 10^{{{int(match[2])}}}"
+    elif match := _MIXED_NUMBER.fullmatch(text):
+        text = rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
+    elif _GROUPS_OF_DIGITS.fullmatch(text):
+        text = re.sub(r"[^-+.\d]", "", text)
+    return f"\\boxed{{{text}}}"
 
 
 def _raise_too_long(number: int, frame: FrameType | None) -> NoReturn:

@@ -191,7 +191,7 @@ class Sandbox:
     def run_python(self, source: str, *, files: Mapping[str, bytes] | None = None, stdin: bytes = b"") -> Finished:
         """Runs a program of Python, without installed packages; see ``run`` for its files and standard input."""
         files = {**(files or {}), "main.py": source.encode("utf-8", "surrogatepass")}
-        return self.run([PYTHON, "-I", "-S", "/tmp/main.py"], files=files, stdin=stdin)
+        return self.run([PYTHON, "-I", "-S", "-c", _RUN_MAIN], files=files, stdin=stdin)
 
     def run(self, command: Sequence[str], *, files: Mapping[str, bytes] | None = None, stdin: bytes = b"") -> Finished:
         """Runs a command to its end.
@@ -405,6 +405,12 @@ def _describe_failure(report: StartFailure) -> str:
         return f"{text}; {_REMEDY}"
     return text
 
+
+_RUN_MAIN = (
+    "import site; site.setquit(); del site; __file__ = '/tmp/main.py'; "
+    "exec(compile(open(__file__, 'rb').read(), __file__, 'exec'))"
+)
+"""Runs main.py with ``exit`` and ``quit``, which programs end with, and which Python leaves out with -S."""
 
 _CONTAINMENT_TEST = """
 import ctypes, os, socket

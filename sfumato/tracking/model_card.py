@@ -95,8 +95,16 @@ def _front_matter_of(card: Path) -> dict[str, object]:
 
 def _yaml(value: object) -> str:
     """A part of the configuration, without paths of the machine that it ran on."""
-    text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).rstrip()
-    return re.sub(r"(?m)(: )/\S*/([^/\s]+)$", r"\1\2", text)
+    return yaml.safe_dump(_without_folders(value), sort_keys=False, allow_unicode=True).rstrip()
+
+
+def _without_folders(value: object) -> object:
+    """A value whose absolute paths, at any depth, are names alone; several may stand in a text with commas between."""
+    if isinstance(value, dict):
+        return {key: _without_folders(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(item) for item in value]
+    return re.sub(r"(^|,\s*)~?/(?:[^/,]+/)+(?=[^/,])", r"\1", value) if isinstance(value, str) else value
 
 
 def _before_and_after(metrics: Series) -> str:

@@ -12,6 +12,7 @@ from PIL import Image
 
 from sfumato.cli import main
 from sfumato.config.load import merge
+from sfumato.errors import ConfigError
 from sfumato.evaluation.results import Evaluation, as_markdown
 from sfumato.tracking.bootstrap import paired_bootstrap
 from sfumato.tracking.json_lines import read_jsonl
@@ -261,6 +262,25 @@ def test_benchmarks_give_what_the_harness_gives_with_its_own_model(benchmark, tm
                     assert other == one
                 else:
                     assert other == pytest.approx(one, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature"),
+    [
+        ({"do_sample": False, "temperature": 0.0}, 0.0),
+        ({"do_sample": True}, 1.0),
+        ({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 20}, 0.7),
+        ({"do_sample": True, "temperature": 0.0, "num_beams": 1, "repetition_penalty": 1}, 0.0),
+    ],
+)
+def test_answers_of_benchmarks_are_drawn_as_a_task_says(settings, temperature):
+    pytest.importorskip("lm_eval", reason="the extra evaluation")
+    from sfumato.evaluation.harness_model import read_temperature
+
+    assert read_temperature(settings) == temperature
+    for name, value in (("num_beams", 4), ("repetition_penalty", 1.2), ("min_p", 0.1)):
+        with pytest.raises(ConfigError, match=f"{name} {value}, which are not drawn here"):
+            read_temperature(settings | {name: value})
 
 
 def test_benchmarks_compare_models_with_intervals(benchmark, tmp_path):

@@ -48,6 +48,30 @@ def test_the_hubs_own_reader_understands_it(run: Path, tmp_path: Path) -> None:
         assert picture.size[0] > 400
 
 
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/home/somebody/my rows/train.jsonl", "train.jsonl"),
+        ("/home/somebody/a.jsonl,/home/somebody/b.jsonl", "a.jsonl,b.jsonl"),
+        ("~/somebody/rows/", "rows/"),
+        ("s3://bucket/rows.jsonl", "s3://bucket/rows.jsonl"),
+    ],
+)
+def test_a_card_names_no_folders_of_the_machine(run: Path, tmp_path: Path, path: str, shown: str) -> None:
+    rewards = [
+        {"type": "function", "path": "/home/somebody/judge.py:ask"},
+        {"type": "judge", "rubric": "Think and/or do."},
+    ]
+    config = {"data": {"train_path": path}, "reward": {"rewards": rewards}, "prompts": ["/home/somebody/one.txt"]}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    export = tmp_path / "exported"
+    export.mkdir()
+    write_card(run, export)
+    text = (export / "README.md").read_text()
+    assert "somebody" not in text and f"train_path: {shown}\n" in text
+    assert "path: judge.py:ask\n" in text and "Think and/or do." in text and "- one.txt\n" in text
+
+
 def test_what_the_run_does_not_know_is_left_out(run: Path, tmp_path: Path) -> None:
     """No licence and no base model are made up."""
     (run / "config.yaml").write_text(yaml.safe_dump({"model": {"config_path": "tiny.yaml"}}))

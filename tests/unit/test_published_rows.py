@@ -92,6 +92,58 @@ def test_files_that_are_not_read_are_named(tmp_path):
     assert line.endswith(f"{tmp_path} that are not read: b.tsv, c.parquet.gz")
 
 
+CACHED = "cache-0123456789abcdef"
+
+
+@pytest.mark.parametrize("shared", ["save_to_disk", "the cache of load_dataset"])
+def test_what_datasets_keeps_of_map_beside_the_rows_is_not_read(tmp_path, shared):
+    rows = "data-00000-of-00001.arrow" if shared == "save_to_disk" else "json-train.arrow"
+    for name in (rows, f"{CACHED}.arrow", f"{CACHED}_00000_of_00002.arrow", f"{CACHED}_00001_of_00002.arrow"):
+        (tmp_path / name).touch()
+    (tmp_path / "state.json").write_text("{}")
+    assert [file.name for file in find_files(tmp_path, "data.train_path")] == [rows]
+    assert describe_left_out(tmp_path, "data.train_path") == []
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("data-00000-of-00001.arrow", "data-00000-of-00002.arrow", "data-00001-of-00002.arrow"),
+        ("train-00000-of-00001-a09b74b3ef9c3b56.parquet", "train-00000-of-00001.parquet"),
+    ],
+)
+def test_a_table_that_was_written_twice_into_a_folder_is_refused(tmp_path, names):
+    for name in names:
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=f"data.train_path: .*written twice: {', '.join(names)}"):
+        find_files(tmp_path, "data.train_path")
+
+
+def test_files_that_a_table_lacks_are_said(tmp_path):
+    (tmp_path / "en").mkdir()
+    for name in ("train-00001-of-00003.parquet", "train-00002-of-00003.parquet", "en/train-00000-of-00001.parquet"):
+        (tmp_path / name).touch()
+    (line,) = describe_left_out(tmp_path, "data.train_path")
+    assert "has 2 of the 3 files of the table of train-00001-of-00003.parquet" in line
+
+
+def test_the_hubs_cache_of_a_data_set_with_several_revisions_is_refused(tmp_path):
+    (tmp_path / "refs").mkdir()
+    for revision in ("aaa", "bbb"):
+        (tmp_path / "snapshots" / revision).mkdir(parents=True)
+        (tmp_path / "snapshots" / revision / TRAIN).touch()
+        if revision == "aaa":
+            assert len(find_files(tmp_path, "data.train_path")) == 1
+    with pytest.raises(DataError, match=r"data.train_path: .* with 2 revisions: give one of them, as .*/snapshots/bbb"):
+        find_files(tmp_path, "data.train_path")
+
+
+def test_a_parquet_file_without_rows_says_so(tmp_path):
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    with pytest.raises(DataError, match=r"a\.parquet has no rows"):
+        open_rows(tmp_path / "a.parquet", "text", "data.train_path")
+
+
 @pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
 def test_compressed_files_hold_the_same_rows(tmp_path, ending, compress):
     contents = {

@@ -9,7 +9,7 @@ import pytest
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.answers import ExactAnswer, Format, MultipleChoice, extract_answer, last_boxed, same_text
 from sfumato.rewards.base import Sample
-from sfumato.rewards.mathematics import MathAnswer
+from sfumato.rewards.mathematics import MathAnswer, in_box
 from sfumato.rewards.scoring.scorer import Scorer
 
 
@@ -31,6 +31,7 @@ def value(reward, text, **metadata):
         ("marker", "6 * 7\n#### 42\nand more", "42"),
         ("marker", "#### 1\n#### **42**", "42"),
         ("marker", "42", None),
+        ("marker", "##### 42", "42"),
         ("marker", "####", None),
         ("marker", "#### \n42", None),
         ("boxed", r"\boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
@@ -47,6 +48,9 @@ def value(reward, text, **metadata):
         ("last_number", "from 5-3", "3"),
         ("last_number", "either 1,2", "2"),
         ("last_number", "none", None),
+        ("last_number", "about 1.5e3", "1.5e3"),
+        ("last_number", "1e-05", "1e-05"),
+        ("last_number", "at 3em", "3"),
     ],
 )
 def test_what_is_taken_out_of_an_answer(how, text, found):
@@ -63,6 +67,9 @@ def test_many_open_boxes_take_no_quadratic_time():
         ("Paris.", " paris", True),
         ("“New   York”", "new york", True),
         ("$42$", "42", True),
+        (r"\text{New York}", "new york", True),
+        (r"$\textbf{42}$", "42.0", True),
+        (r"\text{a} and \text{b}", "a} and \\text{b", False),
         ("1,000", "1000.0", True),
         ("$1,000", "1000", True),
         ("\u22122", "-2", True),
@@ -107,6 +114,12 @@ def test_exact_reads_the_row_as_it_reads_the_answer():
         ("Answer: A", False),
         ("Answer: Berlin", False),
         ("Answer: A beer", False),
+        ("**Answer**: B", True),
+        ("**Answer**: **B**", True),
+        ("Answer: B (Berlin)", True),
+        ("Answer: B \u2013 Berlin", True),
+        ("Answer: B-complex vitamins", False),
+        ("Answer: A (b)", False),
         ("B", False),
         ("Answer: A or B", False),
     ],
@@ -208,6 +221,28 @@ def test_math_says_how_to_install_what_is_missing(tmp_path):
         Scorer([MathAnswer(package_path=str(tmp_path))]).prepare()
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"\frac12", r"\boxed{\frac12}"),
+        (r"so \boxed{3}", r"so \boxed{3}"),
+        (r"it is $\frac12$.", r"it is $\frac12$."),
+        (r"\$18.00", r"\boxed{\$18.00}"),
+        ("$18", r"\boxed{$18}"),
+        ("\u20ac18.50", r"\boxed{\$18.50}"),
+        ("1e-05", r"\boxed{1 \times 10^{-5}}"),
+        ("-2.5E+16", r"\boxed{-2.5 \times 10^{16}}"),
+        ("2e", r"\boxed{2e}"),
+        ("2 1/2", r"\boxed{2\frac{1}{2}}"),
+        (r"10\,000", r"\boxed{10000}"),
+        ("-1 234 567.5", r"\boxed{-1234567.5}"),
+        ("12 34", r"\boxed{12 34}"),
+    ],
+)
+def test_one_expression_is_shown_to_math_verify(text, shown):
+    assert in_box(text) == shown
+
+
 @pytest.fixture(scope="module")
 def math_reward():
     folder = os.environ.get("SFUMATO_MATH_VERIFY", "")
@@ -233,6 +268,14 @@ def math_reward():
         ("", 4, False),
         ("no mathematics", 4, False),
         (r"\boxed{(2,1)}", "(1,2)", False),
+        (r"\boxed{18}", r"\$18.00", True),
+        (r"\boxed{18}", "$18", True),
+        (r"\boxed{18}", "18 \u20ac", True),
+        (r"\boxed{0.00001}", 0.00001, True),
+        (r"\boxed{2.5}", "2 1/2", True),
+        (r"\boxed{1.5}", "2 1/2", False),
+        (r"\boxed{10000}", r"10\,000", True),
+        (r"\boxed{0}", r"10\,000", False),
     ],
 )
 def test_mathematical_equality(math_reward, text, answer, equal):

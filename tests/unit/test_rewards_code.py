@@ -180,11 +180,68 @@ def test_rows_that_cannot_be_scored_are_refused_by_name(tests, columns, words):
     assert "'Write it.'" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "tests",
+    [
+        {"fn_name": "add", "inputs": ["1\n2"], "outputs": ["3"]},
+        '[{"input": "1\\n2", "output": "3", "testtype": "functional"}]',
+        [{"type": "function_call", "input": "1", "output": "3"}],
+    ],
+    ids=["TACO", "LiveCodeBench", "SYNTHETIC-1"],
+)
+def test_inputs_that_are_arguments_are_refused_and_no_standard_input(tests):
+    with pytest.raises(DataError, match="arguments of a function"):
+        CodeReward().check_row("Write it.", {"tests": tests})
+    plain = {"fn_name": None, "inputs": ["1"], "outputs": ["3"]}
+    assert read_tests({}, plain, "").pairs == (("1", "3"),)
+
+
+CALLED = "def test_add():\n    assert add(1, 2) == 3\n"
+
+
+@pytest.mark.parametrize(
+    ("tests", "reason"),
+    [
+        (CALLED, "defines test_add, which nothing calls"),
+        ([CALLED, "assert add(0, 0) == 0"], "defines test_add, which nothing calls"),
+        (f"{CALLED}if __name__ == '__main__':\n    test_add()", "defines test_add, which nothing calls"),
+        ("class Adds(unittest.TestCase):\n    def test(self): pass", "defines Adds, which nothing calls"),
+        ("# to be written", "asserts nothing"),
+        (f"from solution import add\n{CALLED}test_add()", "imports 'solution', which the sandbox does not have"),
+        ("import numpy as np\nassert add(1, 2) == 3", "imports 'numpy'"),
+    ],
+)
+def test_tests_that_say_nothing_of_an_answer_are_refused(tests, reason):
+    with pytest.raises(DataError, match=reason):
+        CodeReward().check_row("Write it.", {"tests": tests})
+
+
+@pytest.mark.parametrize(
+    "tests",
+    [
+        f"{CALLED}test_add()",
+        [CALLED, "test_add()"],
+        "import math\nfor n in range(3):\n    assert add(n, n) == 2 * n",
+        "add(1, 2)",
+    ],
+)
+def test_tests_that_run_are_read(tests):
+    CodeReward().check_row("Write it.", {"tests": tests})
+    helped = (
+        "def test_numbers():\n    return [1]\ndef check(candidate):\n    assert candidate(1, test_numbers()[0]) == 2"
+    )
+    CodeReward().check_row("Write it.", {"tests": helped, "entry_point": "add"})
+
+
 def test_where_the_code_of_an_answer_stands():
     assert code_of("x = 1") == "x = 1"
     assert code_of("a\n```python\nx = 1\n```\nb\n```py\nx = 2\n```\n```bash\nls\n```") == "x = 2\n"
     assert code_of("```\nx\n```") == "x\n"
     assert code_of("```python\nx = 1") == "```python\nx = 1"
+    assert code_of("```python\nx = 1\n```\nIt prints\n```\n1\n```") == "x = 1\n", "an output is no program"
+    assert code_of("<think>```python\ny\n```</think>\n```python\nx = 1\n```") == "x = 1\n"
+    assert code_of("1. Write:\n   ```python\n   if a:\n       b\n   ```") == "if a:\n    b\n"
+    assert code_of("take ```x``` as it is") == "take ```x``` as it is"
 
 
 def test_outputs_are_compared_without_spaces_at_the_ends():

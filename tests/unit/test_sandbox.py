@@ -282,6 +282,14 @@ def test_programs_run_with_input_files_and_exit_code(sandbox):
     assert sandbox.run_python(subprocesses).stdout == b"a\n\n"
 
 
+@pytest.mark.parametrize("end", ["exit()", "quit()", "exit(0)", "sys.exit()"])
+def test_programs_may_end_as_people_end_them(sandbox, end):
+    source = f"'A program.'\nfrom __future__ import annotations\nimport sys\nprint(__name__, __file__)\n{end}\nprint(1)"
+    finished = sandbox.run_python(source)
+    assert finished.is_success and finished.stdout == b"__main__ /tmp/main.py\n"
+    assert b"NameError" in sandbox.run_python("print(site, sys)").stderr, "what ends it is no name of the program"
+
+
 def test_nothing_of_one_program_is_left_for_the_next(sandbox):
     assert sandbox.run_python("open('/tmp/left', 'w').write('x')").is_success
     assert sandbox.run_python("import os; print(os.listdir('/tmp'))").stdout == b"['main.py']\n"

@@ -347,6 +347,14 @@ def test_folders_in_other_layouts_are_refused_with_the_remedy(file: str, said: s
         read_model_config(LanguageModelConfig(model_path=str(path)))
 
 
+def test_adapters_beside_a_model_are_refused(tmp_path: Path) -> None:
+    """transformers adds them to the model that it reads, so that they alone would be trained."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapters \(adapter_config.json\) beside the model"):
+        read_model_config(LanguageModelConfig(model_path=str(tmp_path)))
+
+
 def test_a_name_on_the_hub_is_looked_up_in_the_local_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     cached = tmp_path / "models--some-owner--Model-1.5"

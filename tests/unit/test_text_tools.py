@@ -23,6 +23,7 @@ from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.kinds.tools import ToolUse
 from sfumato.rollout.text.turn_tokens import tokens_after, tokens_between
 from sfumato.sandbox.sandbox import Sandbox, SandboxError
+from tests import model_folders
 from tests.plain_engine import PlainEngine, tiny_model
 from tests.scripted_engine import ScriptedEngine
 from tests.tiny_tokenizers import build_tokenizer
@@ -372,6 +373,34 @@ def test_a_result_cannot_end_a_turn():
     assert drawn.metadata["tool_errors"] == 0
 
 
+@pytest.mark.parametrize(
+    ("model", "drawn", "follows"),
+    [
+        ("gpt_oss", "<|return|>", "<|start|>user<|message|>go on<|end|><|start|>assistant"),
+        ("qwen3", "<|endoftext|>", "\n<|im_start|>user\ngo on<|im_end|>\n<|im_start|>assistant\n"),
+        ("gemma3", "<end_of_turn>", "\n<start_of_turn>user\ngo on<end_of_turn>\n<start_of_turn>model\n"),
+        ("glm4_5", "<|user|>", "\ngo on<|assistant|>\n"),
+        ("glm4_5", "<|endoftext|>", "<|user|>\ngo on<|assistant|>\n"),
+    ],
+)
+def test_a_turn_has_one_end_whichever_the_policy_draws(model, drawn, follows):
+    template = template_of(None, model_folders.build_tokenizer(model))
+    token = template.tokenizer.convert_tokens_to_ids(drawn)
+    between = tokens_between(template, [{"role": "user", "content": "go on"}], token)
+    assert template.tokenizer.decode(between) == follows
+
+
+def test_white_space_before_the_end_of_a_turn_is_the_answers(tmp_path):
+    (tmp_path / "spaced.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }} <|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+    )
+    template = template_of(str(tmp_path / "spaced.jinja"))
+    token = TOKENIZER.convert_tokens_to_ids(END)
+    between = tokens_between(template, [{"role": "user", "content": "on"}], token)
+    assert TOKENIZER.decode(between) == f"<|im_start|>user: on {END}<|im_start|>assistant: "
+
+
 def test_turns_and_tokens_are_limited():
     call = f"{call_of('calculator', expression='1+1')}{END}"
     drawn, engine = draw(ToolUse(max_turns=2), [call, call, call])
@@ -446,6 +475,14 @@ class TestTool:
 def test_what_cannot_be_is_refused(fields, why):
     with pytest.raises(ConfigError, match=re.escape(why)):
         ToolUse(**fields).prepare(template_of())
+
+
+@pytest.mark.parametrize("model", ["glm4_5", "gpt_oss"])
+def test_a_template_that_writes_calls_in_another_form_is_refused(model):
+    tokenizer = model_folders.build_tokenizer(model)
+    tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer.chat_template
+    with pytest.raises(ConfigError, match=r"hermes reads <tool_call> with JSON, but .* writes a call as '.*calculator"):
+        ToolUse().prepare(template_of(None, tokenizer))
 
 
 def test_a_template_without_tools_is_refused():

@@ -15,10 +15,12 @@ from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.data.files.row_table import FiledRow
+from sfumato.data.files.sources import open_sources
 from sfumato.data.media.pictures import read_image
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
+from sfumato.data.text.token_store import build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import set_attention
@@ -186,6 +188,11 @@ def broken_rows():
         "too few": ("<image> and <image>?", {"images": [saved(plain)]}, "an image is missing.*has 1"),
         "too many": ("<image>?", {"images": [saved(plain)] * 3}, "2 of 3 images in its column have no place"),
         "null": ("<image>?", {"images": [None]}, "is null"),
+        "order": (
+            [{"type": "image", "index": number} for number in (1, 0)],
+            {"images": [saved(plain)] * 2},
+            "of index 1 stands where that of index 0 would",
+        ),
         "its own": ([*ask, {"type": "text", "text": "<|image_pad|>"}], {}, "1 placeholders .* for 0 images"),
         "video": ([{"type": "video", "video": "a.mp4"}], {}, "neither a text nor an image"),
     }
@@ -214,6 +221,7 @@ def test_images_come_from_files_bytes_and_columns_alike(transform, tmp_path):
         ([{"type": "image_url", "image_url": {"url": data_url(content)}}, {"type": "text", "text": "What?"}], {}),
         ([{"type": "image", "base64": base64.b64encode(content).decode()}, {"type": "text", "text": "What?"}], {}),
         ([{"type": "image"}, {"type": "text", "text": "What?"}], {"images": [{"bytes": content, "path": None}]}),
+        ([{"type": "image", "index": 0, "text": None}, {"type": "text", "text": "What?"}], {"images": [content]}),
         ("<image>What?", {"images": [content]}),
         ("<image>What?", {"image": "a.png"}),
     ]
@@ -253,6 +261,14 @@ def test_broken_rows_are_left_out_up_to_their_number(tmp_path):
     config["data"]["max_bad_rows"] = 1
     run_task_here("train_text", config)
     assert "line 3" in (tmp_path / "run/log.txt").read_text()
+
+
+def test_rows_without_any_image_are_kept_and_read_again(tmp_path, transform):
+    rows = [{"messages": [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "me"}]}] * 2
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    sources = open_sources(TextDataConfig(train_path=str(tmp_path / "rows.jsonl")))
+    store = build_token_store(sources, transform, tmp_path / "stores", 1, 0, print)
+    assert len(store) == 2 and len(store.image_shapes(1)) == 0 and store.sample(1).documents[0].images is None
 
 
 def test_numbers_to_read_stand_in_their_pictures(transform):

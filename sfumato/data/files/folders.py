@@ -27,6 +27,10 @@ DATASET_INFO = "dataset_info.json"
 """LLaMA-Factory's list of data sets; the library datasets gives a file of its own the same name."""
 NOT_DATA = {DATASET_INFO, "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that datasets writes beside the rows."""
+KEPT_BY_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
+"""Results of ``map`` and ``filter``, which datasets keeps beside the rows that they were made of."""
+SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})")
+"""How datasets numbers the files of a table, the first from 0: train-00000-of-00002.parquet."""
 NOT_ROWS = re.compile(r"(readme|license|licence|notice)(\..*)?|\..*|.*\.(md|py|lock)", re.IGNORECASE)
 """Files of which nobody expects that they hold rows."""
 
@@ -221,7 +225,16 @@ def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
 
 
 def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
-    """The files of known endings in a folder and its subfolders, without hidden ones and those of runs."""
+    """The files of known endings in a folder and its subfolders, without hidden ones and those of runs.
+
+    Raises DataError for the hub's cache of a data set with several revisions, whose rows would count double.
+    """
+    revisions = sorted(folder.glob("snapshots/*")) if (folder / "refs").is_dir() else []
+    if len(revisions) > 1:
+        raise DataError(
+            f"{option}: {folder} is the hub's cache of a data set, with {len(revisions)} revisions: give one of them, "
+            f"as {revisions[-1]}"
+        )
     inside = sorted(
         file
         for file in folder.rglob("*")
@@ -243,6 +256,7 @@ def describe_runs(folder: Path, runs: Sequence[Path]) -> list[str]:
 
 def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool) -> FolderFiles:
     """Those of the files in a folder that are read; nothing is opened. Raises DataError for none."""
+    inside = [file for file in inside if not KEPT_BY_DATASETS.fullmatch(file.name)]
     readable = [file for file in inside if data_ending(file) in ENDINGS and file.name not in NOT_DATA]
     if not readable:
         endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
@@ -268,6 +282,7 @@ def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool)
             f"({_name_files(by_split[split], folder)}); left out: {_name_files(left_out, folder)}",
         )
         readable = by_split[split]
+    notes += _check_shards(readable, folder, option)
     subsets = sorted(
         {file.relative_to(folder).parts[0] for file in readable if len(file.relative_to(folder).parts) > 1}
     )
@@ -278,6 +293,31 @@ def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool)
             f"{folder / subsets[0]}, to read it alone"
         )
     return FolderFiles(readable, notes)
+
+
+def _check_shards(files: list[Path], folder: Path, option: str) -> list[str]:
+    """Notes about tables of which files are missing.
+
+    Raises DataError for files of two tables of one name: of one that was written again in another number of files, as
+    datasets leaves those of the first behind, the rows would count double.
+    """
+    tables: dict[tuple[Path, str, str], list[tuple[int, int, Path]]] = {}
+    for file in files:
+        if match := SHARD.match(file.name):
+            shard = (int(match["total"]), int(match["number"]), file)
+            tables.setdefault((file.parent, match["before"], data_ending(file)), []).append(shard)
+    notes = []
+    for shards in tables.values():
+        total, _, first = min(shards)
+        if len({number for _, number, _ in shards}) < len(shards) or max(shards)[0] != total:
+            raise DataError(
+                f"{option}: the folder {folder} holds files of one table that was written twice: "
+                f"{_name_files([file for _, _, file in shards], folder)}: remove those of the older one"
+            )
+        if len(shards) < total:
+            missing = f"has {len(shards)} of the {total} files of the table of {first.relative_to(folder)}"
+            notes.append(f"the folder {folder} {missing}: the rows of the others are not read")
+    return notes
 
 
 def _name_files(files: Sequence[Path], folder: Path) -> str:

@@ -95,11 +95,14 @@ class ParquetRows(FileRows):
     @cached_property
     def _table(self) -> datasets.Dataset:
         import datasets
+        import pyarrow.parquet
 
         try:
-            return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
+            if pyarrow.parquet.read_metadata(self.path).num_rows:
+                return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
         except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
             raise DataError(f"{self.path} cannot be read as parquet: {error.__cause__ or error}") from error
+        raise DataError(f"{self.path} has no rows")  # datasets would name the size of a batch
 
     def __len__(self) -> int:
         return len(self._table)

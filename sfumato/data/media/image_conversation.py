@@ -183,7 +183,14 @@ def take_media(
                 raise DataError(
                     f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {num_files[kind]}"
                 )
-            value = unplaced_files[kind].pop(0) if value is None else value
+            if value is None:
+                next_index = num_files[kind] - len(unplaced_files[kind])
+                if part["index"] not in (None, next_index):
+                    raise DataError(
+                        f"{place}: {NAMES[kind]} of index {part['index']} stands where that of index {next_index} "
+                        f"would: give the column '{COLUMNS[kind][0]}' in the order in which the messages show it"
+                    )
+                value = unplaced_files[kind].pop(0)
             file = find_file({kind: value}, kind, row.folder, place, kind)
             files.append({"video": VideoFile, "audio": AudioFile}[kind](file) if kind != "image" else file)
             parts.append({"type": kind})
@@ -235,10 +242,12 @@ def _split_content(content: object, place: str, num_files: Mapping[str, int]) ->
             value = part.get(kind) if kind.endswith("_url") else None
             kind = kind.removesuffix("_url")
             url = value["url"] if isinstance(value, dict) else value  # OpenAI's parts nest the address in a mapping
-            parts.append({"type": kind, "url": url} | _source_of(part, kind))
+            parts.append({"type": kind, "url": url, "index": part.get("index")} | _source_of(part, kind))
         elif kind == "text" and isinstance(part.get("text"), str):
             for text in re.split(f"({'|'.join(marks)})", part["text"]) if marks else [part["text"]]:
-                parts += [{"type": marks[text]} if text in marks else {"type": "text", "text": text}] * bool(text)
+                parts += [
+                    {"type": marks[text], "index": None} if text in marks else {"type": "text", "text": text}
+                ] * bool(text)
         else:
             names = ", ".join(NAMES[name] for name in num_files)
             hint = " (data.data_type media_conversation reads it)" if kind.startswith(("video", "audio")) else ""

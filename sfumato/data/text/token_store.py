@@ -365,6 +365,8 @@ def _map(path: Path, dtype: str, size: int) -> np.ndarray:
     """Maps a file of ``size`` values. Raises DataError when it has another size."""
     expected = size * np.dtype(dtype).itemsize
     check_file(path, expected, "token store")
+    if not size:  # no medium in any row; an empty file cannot be mapped
+        return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)
 
 

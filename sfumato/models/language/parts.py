@@ -229,6 +229,11 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
                 f"model.model_path {folder} is not a model folder: {folder / 'config.json'} does not exist. Give a "
                 "folder that transformers' save_pretrained wrote"
             )
+        if (folder / "adapter_config.json").is_file():
+            raise ConfigError(
+                f"model.model_path {folder} holds adapters (adapter_config.json) beside the model, which transformers "
+                "would add to it: move them to a folder of their own, or give a folder into which they are merged"
+            )
         check_weights(folder)
         try:
             described = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)

@@ -5,14 +5,26 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from sfumato.errors import DataError
 
-_FENCE = re.compile(r"^```[ \t]*(\w*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_PYTHON = ("python", "python3", "py")
+_FENCE = re.compile(
+    r"(?:^[ \t]*```[ \t]*(?P<language>\w*)|```[ \t]*(?P<inline>python3?|py)\b)[^\n`]*\n(?P<code>.*?)^[ \t]*```",
+    re.MULTILINE | re.DOTALL | re.IGNORECASE,
+)
+"""A block in triple backticks; one that says it is Python may begin behind other text, such as ``<think>``."""
+_CALLED = ("function_call", "functional", "call_based")
+"""Kinds of tests, by ``type`` or ``testtype``, whose input is the arguments of a function."""
 _WRITTEN_AS_JSON = ("[", "{")
+
+
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
 
 
 @dataclass(frozen=True)
@@ -49,6 +61,7 @@ def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTe
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"{where}: the tests are no JSON: {error}") from error
+    _refuse_calls(value if isinstance(value, list) else [value], where)
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= set(value):
         inputs, outputs = value["inputs"], value["outputs"]
         if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
@@ -62,10 +75,22 @@ def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTe
     if not all(isinstance(test, str) and test.strip() for test in value):
         raise DataError(f"{where}: tests must be all code, or all pairs of input and output")
     _parse(setup, where)
-    for source in value:
-        if "check" in _parse(source, where) and not entry_point:
-            raise DataError(f"{where}: tests that define check(candidate) need a column entry_point with the function")
+    statements = [statement for source in value for statement in _parse(source, where)]
+    _refuse_idle(statements, entry_point, where)
     return CodeTests(assertions=tuple(value), setup=setup, entry_point=entry_point)
+
+
+def _refuse_calls(tests: Sequence[object], where: str) -> None:
+    """Raises DataError for tests whose inputs are arguments: as standard input every answer would fail them."""
+    for test in tests:
+        if not isinstance(test, Mapping):
+            continue
+        names_function = test.get("fn_name") or test.get("func_name")
+        if names_function or test.get("type") in _CALLED or test.get("testtype") in _CALLED:
+            raise DataError(
+                f"{where}: the inputs of its tests are arguments of a function, and not a program's standard input: "
+                "write them as assertions, such as assert add(1, 2) == 3"
+            )
 
 
 def _read_pair(pair: Mapping[str, object], where: str) -> tuple[str, str]:
@@ -75,18 +100,71 @@ def _read_pair(pair: Mapping[str, object], where: str) -> tuple[str, str]:
     return stdin, stdout
 
 
-def _parse(source: str, where: str) -> set[str]:
-    """The functions that a piece of code defines."""
+def _refuse_idle(statements: Sequence[ast.stmt], entry_point: str, where: str) -> None:
+    """Raises DataError for code that every answer would pass, since nothing of it runs, or none, since it cannot.
+
+    Args:
+        statements: of all pieces of code.
+        entry_point: the function that ``check`` is called with; empty where nothing calls it.
+        where: reward, column and prompt, for messages.
+    """
+    defined = [node for node in statements if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    if any(node.name == "check" for node in defined) and not entry_point:
+        raise DataError(f"{where}: tests that define check(candidate) need a column entry_point with the function")
+    for node in statements:
+        modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
+        modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+        for module in modules:
+            if module.partition(".")[0] not in sys.stdlib_module_names:
+                raise DataError(
+                    f"{where}: its code imports {module!r}, which the sandbox does not have: leave the import out "
+                    "(names of the answer need none), or write the test without it"
+                )
+    read = [node for node in statements if not _is_main_guard(node)]
+    named = {inner.id for node in read for inner in ast.walk(node) if isinstance(inner, ast.Name)}
+    for node in defined:
+        if _is_test(node) and node.name not in named:
+            raise DataError(
+                f"{where}: its code defines {node.name}, which nothing calls, so that every answer would pass: call it "
+                "on a line of its own (of unittest, write the assertions out)"
+            )
+    runs_check = entry_point and any(node.name == "check" for node in defined)
+    running = [inner for node in read if not isinstance(node, _DEFINITIONS) for inner in ast.walk(node)]
+    if not runs_check and not any(isinstance(inner, ast.Assert | ast.Raise | ast.Call) for inner in running):
+        raise DataError(f"{where}: its code asserts nothing, so that every answer would pass")
+
+
+def _is_test(node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) -> bool:
+    """Whether a test runner would call it: by name as pytest, or by class as unittest."""
+    if not isinstance(node, ast.ClassDef):
+        return node.name.startswith("test")
+    return node.name.startswith("Test") or any("TestCase" in ast.unparse(base) for base in node.bases)
+
+
+def _is_main_guard(node: ast.stmt) -> bool:
+    """Whether a statement runs in a program alone, which tests are not: ``if __name__ == "__main__"``."""
+    return isinstance(node, ast.If) and "__name__" in {
+        inner.id for inner in ast.walk(node.test) if isinstance(inner, ast.Name)
+    }
+
+
+def _parse(source: str, where: str) -> list[ast.stmt]:
+    """The statements of a piece of code."""
     try:
-        return {node.name for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+        return ast.parse(source).body
     except (SyntaxError, ValueError) as error:
         raise DataError(f"{where}: its code is no Python of this version: {error}") from error
 
 
 def code_of(text: str) -> str:
-    """The code of an answer: the last block in triple backticks that is Python or unnamed, else the whole answer."""
-    blocks = [code for language, code in _FENCE.findall(text) if language.lower() in ("", "python", "python3", "py")]
-    return blocks[-1] if blocks else text
+    """The code of an answer: the last Python block in triple backticks, else the last unnamed one, else the answer."""
+    blocks = {"python": "", "": ""}
+    for match in _FENCE.finditer(text):
+        language = (match["language"] or match["inline"] or "").lower()
+        is_indented = match.group().startswith((" ", "\t"))  # as in an item of a list
+        code = textwrap.dedent(match["code"]) if is_indented else match["code"]
+        blocks["python" if language in _PYTHON else language] = code
+    return blocks["python"] or blocks[""] or text
 
 
 def same_output(actual: str, expected: str) -> bool:

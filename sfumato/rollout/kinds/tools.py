@@ -72,7 +72,25 @@ class ToolUse(RolloutKind):
             template.render([{"role": "user", "content": "."}], "a prompt with tools", self.tools())
         except DataError as error:
             raise ConfigError(f"rollout.kind.calls hermes needs a chat template that shows tools: {error}") from error
+        self._check_syntax(template, next(iter(tools)))
         tokens_between(template, [{"role": "tool", "name": next(iter(tools)), "content": "1"}], None, self.tools())
+
+    def _check_syntax(self, template: PromptTemplate, name: str) -> None:
+        """Raises ConfigError where the chat template, and so the model, writes calls in another form than is read."""
+        call = {"id": "call00001", "type": "function", "function": {"name": name, "arguments": {}}}
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            question = template.render(messages[:1], "a call of a tool", self.tools(), prompt=False)
+            whole = template.render(messages, "a call of a tool", self.tools(), prompt=False)
+        except DataError:  # the template shows no calls, and so says nothing of their form
+            return
+        answer = whole.removeprefix(question)
+        if name in answer and name not in [read.name for read in hermes_calls(answer)]:
+            raise ConfigError(
+                "rollout.kind.calls hermes reads <tool_call> with JSON, but the chat template writes a call as "
+                f"{answer.strip()!r}, and so will the model: set data.chat_template hermes to teach it the other form, "
+                "or read this one in an agent or environment of your own"
+            )
 
     def tools(self) -> Tools | None:
         return [tool.schema for tool in self.by_name().values()] if self.calls == "hermes" else None

@@ -49,9 +49,23 @@ def tokens_between(
     tail = text.partition(_ANSWER)[2]
     if last_token is None:
         return template.encode([tail], is_beginning=False)[0]
-    # the template ends the turn, too, but the policy has drawn that token already
-    tail = tail.removeprefix(decode_text(template.tokenizer, [last_token], skip_special_tokens=False))
-    return tokens_after(template, last_token, tail)
+    return tokens_after(template, last_token, _without_end(template, tail, last_token))
+
+
+def _without_end(template: PromptTemplate, tail: str, last_token: int) -> str:
+    """What the template writes behind an answer, without the token that ends the turn: the policy has drawn one.
+
+    Models have several, of which the template writes one: gpt-oss draws ``<|return|>`` where its history has
+    ``<|end|>``. Line breaks in front of the token belong to the answer, too. A template that writes no end begins the
+    next message with the token that was drawn, or with another one, which stays.
+    """
+    own = decode_text(template.tokenizer, [last_token], skip_special_tokens=False)
+    assert template.chat is not None, "there is no chat template"
+    writes_end = not template.chat.answer_end.is_appended
+    names = special_names(template.tokenizer) if writes_end else []
+    stripped = tail.lstrip()
+    end = next((name for name in (own, *names) if stripped.startswith(name)), "")
+    return stripped.removeprefix(end) if end else tail
 
 
 def end_token(drawn: Sequence[int], sampling: Sampling) -> int | None:
