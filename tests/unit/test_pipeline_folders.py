@@ -209,6 +209,49 @@ def test_encoders_whose_files_lack_weights_are_refused(
         build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=ROWS["sd3"].tokens))
 
 
+def as_float8(folder: Path, part: str, scaled: bool) -> None:
+    """The matrices of a part in 8 bits, perhaps with scales as ComfyUI's files have them."""
+    (path,) = (folder / part).glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [name for name, tensor in tensors.items() if tensor.ndim > 1 and name.endswith(".weight")]:
+        scale = tensors[name].abs().max() / 448 if scaled else torch.ones(())
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        if scaled:
+            tensors[name.replace(".weight", ".scale_weight")] = scale
+    save_file(tensors, path, {"format": "pt"})
+
+
+def two_saves(folder: Path) -> None:
+    """Shards beside an older whole file."""
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    content = path.read_bytes()
+    shard(folder, "transformer")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        # diffusers only warns of weights that a configuration has no place for
+        ("flux", lambda f: edit(f, "transformer/config.json", guidance_embeds=False), "no place for .*guidance_emb"),
+        ("sd3", lambda f: edit(f, "transformer/config.json", qk_norm=None), "no place for .*norm_k.weight"),
+        ("sd3", lambda f: as_float8(f, "transformer", scaled=True), "no place for .*scale_weight"),
+        ("sd3", lambda f: as_float8(f, "transformer", scaled=False), "weight is quantised .*float8"),
+        ("sd3", lambda f: as_float8(f, "text_encoder_3", scaled=True), "text_encoder_3: .* is quantised .*float8"),
+        ("sd3", lambda f: as_float8(f, "vae", scaled=False), "vae: .* is quantised .*float8"),
+        # diffusers would take the shards, and a model whose weights are on meta the whole file
+        ("sd3", two_saves, "shards that .*index.json names, of which one was left by an earlier save"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_configuration_are_refused(
+    folders: Any, name: str, change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folders[name], folder := tmp_path / "pipe")
+    change(folder)
+    with pytest.raises(ConfigError, match=message):
+        build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=ROWS[name].tokens))
+
+
 def test_an_output_layer_that_no_prompt_is_read_with_may_be_missing(tmp_path: Path) -> None:
     description = ROWS["hidream"].describe()
     find_families()[description["pipeline"]].build(description, 0).save_pretrained(tmp_path)

@@ -33,7 +33,7 @@ from sfumato.models.diffusion.folder_parts import (
 )
 from sfumato.models.diffusion.schedulers import FILE as SCHEDULER_FILE
 from sfumato.models.diffusion.schedulers import require_scipy
-from sfumato.parallel.weights import build_on_meta, refuse_not_finite
+from sfumato.parallel.weights import build_on_meta, refuse_misread, refuse_not_finite
 
 if TYPE_CHECKING:
     from diffusers.configuration_utils import ConfigMixin
@@ -264,9 +264,11 @@ def build_diffusion_model(
             component.to(model.idle_device)
         elif component is not model.denoiser or init_device == "cuda":
             component.to(device)
-    for name, component in model.components.items() if source is not None else ():
-        assert source is not None
-        refuse_not_finite(component, source / name)
+    if source is not None:
+        denoisers = model.split_denoiser(model.denoiser)
+        for name, component in (model.components | denoisers).items():
+            refuse_misread(component, source / name, is_whole=name in denoisers)
+            refuse_not_finite(component, source / name)
     if config.lora is not None:
         from sfumato.models.lora import add_lora
 
