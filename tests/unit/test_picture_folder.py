@@ -383,3 +383,15 @@ def test_pairs_for_evaluation_are_those_of_the_held_out_split(tmp_path: Path) ->
         ["test"],
     ]
     assert said == [f"the folder {tmp_path} holds several splits, of which train is read; left out: test"]
+
+
+@pytest.mark.parametrize(("names", "is_said"), [(("10_dog", "1_cat"), True), (("10_dog", "10_cat", "2024_dog"), False)])
+def test_repeats_of_kohyas_folders_are_said_to_have_no_effect(
+    names: tuple[str, ...], is_said: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(content())
+        (tmp_path / name / "a.txt").write_text("a")
+    assert len(opened(tmp_path, said := [])) == len(names)
+    assert ["10_dog" in line and "once in an epoch" in line for line in said] == [True] * is_said

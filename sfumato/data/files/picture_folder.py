@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -36,6 +37,9 @@ UNREAD_ENDINGS = {
 
 SHOWN = 3
 """Files that a line names; the others are counted."""
+
+REPEATS = re.compile(r"(\d{1,3})_.+")
+"""Names of folders that kohya's scripts read as many times in an epoch as the number says."""
 
 
 def visible_files(folder: Path) -> list[Path]:
@@ -167,6 +171,7 @@ class FolderRows:
             *_describe_files(lonely, self.root, "captions without a picture or video that is read"),
             *_describe_files(unread, self.root, "pictures, videos or sounds of kinds that are not read here"),
             *_describe_files(same, self.root, "pictures that share their caption with another of the same name"),
+            *_describe_repeats(self._files, self.root),
         ]
 
 
@@ -209,6 +214,19 @@ def _describe_files(paths: list[Path], root: Path, description: str) -> list[str
     shown = ", ".join(json.dumps(str(path.relative_to(root)), ensure_ascii=False) for path in paths[:SHOWN])
     more = ", ..." if len(paths) > SHOWN else ""
     return [f"{root}: {len(paths):,} {description} ({counts}): {shown}{more}"]
+
+
+def _describe_repeats(files: Iterable[Path], root: Path) -> list[str]:
+    """A line about folders whose names give kohya's scripts different repeats; none where there are none."""
+    folders = sorted({path.parent.name for path in files if path.parent != root})
+    repeats = {match[1]: name for name in folders if (match := REPEATS.fullmatch(name))}
+    if len(repeats) < 2:
+        return []
+    shown = ", ".join([*repeats.values()][:SHOWN])
+    return [
+        f"{root}: the numbers of folders such as {shown}, by which kohya's scripts repeat pictures, say nothing here: "
+        "each picture comes once in an epoch"
+    ]
 
 
 def _stem(path: Path) -> str:
