@@ -1,6 +1,7 @@
 """Rows: random access to what stands in a file, and every broken row named with file and line."""
 
 import json
+import os
 
 import datasets
 import pyarrow
@@ -172,3 +173,13 @@ def test_rows_are_not_held_in_memory(tmp_path):
     rows = JsonlRows(path)
     path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
     assert rows[1] == {"prompt": "y"}
+
+
+def test_a_parquet_file_that_was_replaced_under_its_time_is_read_anew(tmp_path):
+    # as by cp -p, rsync -t or an archive; datasets knows its copy by path and mtime alone
+    path = tmp_path / "a.parquet"
+    for texts in (["one", "two"], ["ONE", "TWO"], ["one", "two", "three"]):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        rows = open_rows(path, "text", "data.train_path")
+        assert [rows[index]["text"] for index in range(len(rows))] == texts

@@ -94,10 +94,16 @@ class ParquetRows(FileRows):
 
     @cached_property
     def _table(self) -> datasets.Dataset:
-        import datasets
+        import datasets.config
 
+        from sfumato.data.files.file_digests import signature_of
+
+        # datasets knows its copy of a file by path and mtime. A file that was replaced may keep both (cp -p, rsync -t),
+        # and its old rows would be read.
+        signature, _ = signature_of([str(self.path)])
+        copies = Path(datasets.config.HF_DATASETS_CACHE) / "sfumato" / signature
         try:
-            return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
+            return datasets.Dataset.from_parquet(str(self.path), cache_dir=str(copies)).with_format("arrow")
         except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
             raise DataError(f"{self.path} cannot be read as parquet: {error.__cause__ or error}") from error
 
