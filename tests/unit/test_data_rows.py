@@ -1,5 +1,6 @@
 """Rows: random access to what stands in a file, and every broken row named with file and line."""
 
+import errno
 import json
 import os
 
@@ -183,3 +184,17 @@ def test_a_parquet_file_that_was_replaced_under_its_time_is_read_anew(tmp_path):
         os.utime(path, (1_700_000_000, 1_700_000_000))
         rows = open_rows(path, "text", "data.train_path")
         assert [rows[index]["text"] for index in range(len(rows))] == texts
+
+
+def test_no_room_for_the_copy_of_a_parquet_file_is_no_broken_file(tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["one"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "a.parquet" / "cache")
+    message = refusal(tmp_path / "a.parquet")
+    assert "which cannot be written: Not a directory" in message and "set HF_DATASETS_CACHE" in message
+
+    def write(*arguments, **settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(pyarrow.RecordBatchStreamWriter, "write_table", write, raising=True)
+    assert "No space left on device: make room" in refusal(tmp_path / "a.parquet")

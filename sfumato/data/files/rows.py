@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -105,7 +106,13 @@ class ParquetRows(FileRows):
         try:
             return datasets.Dataset.from_parquet(str(self.path), cache_dir=str(copies)).with_format("arrow")
         except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
-            raise DataError(f"{self.path} cannot be read as parquet: {error.__cause__ or error}") from error
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.errno is not None and os.access(self.path, os.R_OK):
+                raise DataError(
+                    f"{self.path} is opened as a copy in {copies}, which cannot be written: {cause.strerror}: make "
+                    "room, or set HF_DATASETS_CACHE to a folder that has it"
+                ) from error
+            raise DataError(f"{self.path} cannot be read as parquet: {cause}") from error
 
     def __len__(self) -> int:
         return len(self._table)
