@@ -28,6 +28,7 @@ from sfumato.commands import (
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
 from sfumato.kernels import choose_kernels
+from sfumato.tracking.terminal import outlive_readers
 
 # Each has add_parser(commands) and run(options), and imports what is slow within run: --help stays quick.
 COMMANDS = (
@@ -51,6 +52,7 @@ COMMANDS = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake prints its message and gives 2."""
+    outlive_readers()
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     # only commands that read a configuration take fields of it

@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 from sfumato.config.characters import printable
 from sfumato.config.writing import open_to_append
+from sfumato.tracking.terminal import hangup, outlive_readers
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -182,7 +183,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
     places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     try:
         ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGINT, *hangup()):
             signal.signal(number, ranks.forward)
         code, text = verdict(ranks.wait())
         if text:
@@ -226,6 +227,7 @@ def _end_with_parent() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Reads the command line of ``train.sh``."""
+    outlive_readers()
     parser = argparse.ArgumentParser("sfumato.launcher", description=__doc__, allow_abbrev=False)
     parser.add_argument("--nnodes", type=int, default=1)
     parser.add_argument("--node-rank", type=int, default=0)

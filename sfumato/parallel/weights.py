@@ -79,8 +79,7 @@ def load_weights(
             or quantised; or when the module is wrapped by fsdp1, or has adapters or computed buffers on meta.
             Afterwards, when a weight is not finite.
     """
-    loadable = _loadable(module).items()
-    expected = {name: ExpectedTensor(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in loadable}
+    expected = _expected_tensors(module)
     # The files hold tensors of all pipeline stages: each rank must know them all, to find missing and extra ones.
     expected = mesh.merge(expected, over="pp")
     shared = from_rank0 and mesh.size > 1
@@ -278,6 +277,33 @@ def refuse_not_finite(
         )
 
 
+def refuse_misread(module: nn.Module, files: Path, is_whole: bool) -> None:
+    """Checks a module that a library has loaded against its files, of which it ignores what does not fit.
+
+    Args:
+        module: plain, without adapters.
+        files: its folder.
+        is_whole: whether the module takes every tensor of the files; an encoder may be a part of a published model.
+
+    Raises:
+        ConfigError: when a tensor is quantised, or of a whole module, when one is missing or left over.
+    """
+    with open_weights(files) as stored:
+        if is_whole:
+            loadable = _loadable(module).items()
+            expected = {
+                name: ExpectedTensor(tuple(value.shape), value.dtype, value.is_meta) for name, value in loadable
+            }
+            problems = _match_files(stored, expected, module, strict=True)[1]
+        else:
+            problems = [_quantised(name, source) for name, source in stored.items() if _is_float8(source.dtype)]
+    if problems:
+        raise ConfigError(
+            f"{files}: {listed(problems, NAMED, '; ')}. Its config.json and its weights must be of the same model, "
+            "as it was published"
+        )
+
+
 def build_on_meta(build: Callable[[], nn.Module], smallest: int | None = None) -> nn.Module:
     """Builds a module whose parameters take no memory, while its buffers have their values.
 
@@ -377,6 +403,12 @@ def refuse_fsdp1(module: nn.Module) -> None:
         )
 
 
+def _expected_tensors(module: nn.Module) -> dict[str, ExpectedTensor]:
+    """The tensors that files must provide, by name."""
+    loadable = _loadable(module).items()
+    return {name: ExpectedTensor(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in loadable}
+
+
 def _rename(
     stored: dict[str, TensorSource], rename: Callable[[str], str] | Mapping[str, str] | None
 ) -> dict[str, TensorSource]:
@@ -426,9 +458,19 @@ def _match_files(
 def _misfit(name: str, source: TensorSource, expected: ExpectedTensor) -> list[str]:
     if source.shape != expected.shape:
         return [f"{name} has shape {source.shape} in the files, the module wants {expected.shape}"]
-    if expected.dtype.is_floating_point and (not source.dtype.is_floating_point or source.dtype.itemsize == 1):
-        return [f"{name} is quantised in the files ({source.dtype}): take weights in bf16, fp16 or fp32"]
+    if expected.dtype.is_floating_point and (not source.dtype.is_floating_point or _is_float8(source.dtype)):
+        return [_quantised(name, source)]
     return []
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    """Whether it is one of the formats of 8 bits, whose numbers mean something with their scales alone."""
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _quantised(name: str, source: TensorSource) -> str:
+    """What is said of a tensor that is quantised in the files."""
+    return f"{name} is quantised in the files ({source.dtype}): take weights in bf16, fp16 or fp32"
 
 
 def _ignores(model: nn.Module, kind: str, name: str) -> bool:

@@ -27,6 +27,7 @@ from sfumato.errors import (
 )
 from sfumato.parallel.peers import is_lost_connection, lost_peers
 from sfumato.tracking.next_steps import rerun_command, resume_command
+from sfumato.tracking.terminal import hangup
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -144,7 +145,7 @@ class Listener:
 
 
 def listen(run: Stoppable) -> None:
-    """Installs the handler of a run's signals.
+    """Installs the handler of a run's signals: SIGTERM, SIGINT, and SIGHUP of a lost terminal, unless under nohup.
 
     Raises:
         StoppedError: when an earlier run of this process, whose result this run starts from, was asked to stop while it
@@ -153,7 +154,7 @@ def listen(run: Stoppable) -> None:
     run.stop_requested = getattr(signal.getsignal(signal.SIGTERM), "was_asked", False)
     check_early_stop(run)
     listener = Listener(run)
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, *hangup()):
         signal.signal(number, listener)
 
 

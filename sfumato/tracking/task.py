@@ -19,6 +19,7 @@ from sfumato.tracking.exit import Ending, ending_of, keep_stacks
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run
+from sfumato.tracking.terminal import outlive_readers
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
@@ -32,6 +33,7 @@ def run_task(main: Callable[[ConfigT], None], schema: type[ConfigT]) -> None:
         main: runs the task with its configuration.
         schema: of the configuration.
     """
+    outlive_readers()
     keep_stacks()
     choose_kernels()
     try:

@@ -1,6 +1,8 @@
 """Rows: random access to what stands in a file, and every broken row named with file and line."""
 
+import errno
 import json
+import os
 
 import datasets
 import pyarrow
@@ -172,3 +174,27 @@ def test_rows_are_not_held_in_memory(tmp_path):
     rows = JsonlRows(path)
     path.write_text('{"prompt": "x"}\n{"prompt": "y"}\n')
     assert rows[1] == {"prompt": "y"}
+
+
+def test_a_parquet_file_that_was_replaced_under_its_time_is_read_anew(tmp_path):
+    # as by cp -p, rsync -t or an archive; datasets knows its copy by path and mtime alone
+    path = tmp_path / "a.parquet"
+    for texts in (["one", "two"], ["ONE", "TWO"], ["one", "two", "three"]):
+        pyarrow.parquet.write_table(pyarrow.table({"text": texts}), path)
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        rows = open_rows(path, "text", "data.train_path")
+        assert [rows[index]["text"] for index in range(len(rows))] == texts
+
+
+def test_no_room_for_the_copy_of_a_parquet_file_is_no_broken_file(tmp_path, monkeypatch):
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["one"]}), tmp_path / "a.parquet")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "a.parquet" / "cache")
+    message = refusal(tmp_path / "a.parquet")
+    assert "which cannot be written: Not a directory" in message and "set HF_DATASETS_CACHE" in message
+
+    def write(*arguments, **settings):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(pyarrow.RecordBatchStreamWriter, "write_table", write, raising=True)
+    assert "No space left on device: make room" in refusal(tmp_path / "a.parquet")

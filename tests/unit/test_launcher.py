@@ -29,10 +29,10 @@ def end(code, text="", kind="own", stacks=""):
 class Started:
     """A launcher with two ranks that run a script."""
 
-    def __init__(self, folder: Path, script: str) -> None:
+    def __init__(self, folder: Path, script: str, *before: str) -> None:
         self.folder = folder
         (folder / "task.py").write_text(TELL + f"folder = pathlib.Path({str(folder)!r})\n" + script)
-        command = [sys.executable, "-m", "sfumato.launcher", "--nproc-per-node", "2", str(folder / "task.py")]
+        command = [*before, sys.executable, "-m", "sfumato.launcher", "--nproc-per-node", "2", str(folder / "task.py")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder)}
         self.process = subprocess.Popen(
             command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
@@ -115,6 +115,17 @@ def test_a_stop_before_the_ranks_listen_is_a_stop(tmp_path):
     started.wait_for("ready0", "ready1")
     started.process.send_signal(signal.SIGHUP)
     assert started.end() == (143, "stopped by signal before the run began; nothing was trained\n")
+
+
+def test_under_nohup_ranks_go_on_when_the_terminal_is_lost(tmp_path):
+    """As of torchrun, which stops them: nohup has the launcher ignore the signal."""
+    script = "(folder / f'ready{rank}').touch()\nwhile not (folder / 'done').exists():\n    time.sleep(0.01)"
+    started = Started(tmp_path, script, "nohup")
+    started.wait_for("ready0", "ready1")
+    started.process.send_signal(signal.SIGHUP)
+    (tmp_path / "done").touch()
+    code, said = started.end()
+    assert code == 0 and "stopped" not in said
 
 
 def test_a_stop_after_the_run_has_ended_does_not_say_that_nothing_was_trained(tmp_path):

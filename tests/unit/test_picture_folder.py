@@ -8,7 +8,7 @@ import json
 import tarfile
 import unicodedata
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow
@@ -18,12 +18,17 @@ import pytest
 from PIL import Image
 
 from sfumato.config.dit import TrainDitConfig
-from sfumato.config.image_data import ImageTextDataConfig
+from sfumato.config.image_data import ImageTextDataConfig, PairDataConfig
 from sfumato.config.load import load_config
 from sfumato.data.files.folders import describe_left_out
 from sfumato.data.files.picture_folder import visible_files
 from sfumato.data.files.rows import open_rows
-from sfumato.data.images.image_text import ImageTextDataset, open_image_text
+from sfumato.data.images.image_text import (
+    ImageTextDataset,
+    open_held_out_pairs,
+    open_image_pairs,
+    open_image_text,
+)
 from sfumato.data.images.prompts import FileSource
 from sfumato.data.media.kinds import IMAGE_ENDINGS
 from sfumato.data.media.pictures import check_fit
@@ -323,3 +328,76 @@ def test_pictures_of_which_little_would_be_seen_are_broken_rows(
         rows = open_rows(tmp_path / "rows.jsonl", "prompt", "data.train_path")
         with pytest.raises(DataError, match=rf"line 1: a picture of {size[0]} x {size[1]} pixels"):
             FileSource(rows, 0, "source_image").read(64, 64)
+
+
+@pytest.mark.parametrize(("written", "on_disk"), [("NFC", "NFD"), ("NFD", "NFC")])
+def test_a_table_names_files_however_their_letters_are_composed(
+    written: Literal["NFC", "NFD"], on_disk: Literal["NFC", "NFD"], tmp_path: Path
+) -> None:
+    # macOS packs names with decomposed letters, and tables have composed ones: both look alike in a message
+    name = unicodedata.normalize(on_disk, "caf\u00e9.png")
+    (tmp_path / name).write_bytes(content(shade=7))
+    line = {"file_name": unicodedata.normalize(written, "caf\u00e9.png"), "text": "a"}
+    (tmp_path / "metadata.jsonl").write_text(json.dumps(line))
+    dataset = opened(tmp_path, said := [])
+    assert dataset.file(0) == tmp_path / name and int(dataset.pixels(0).max()) == 7
+    assert said == []
+
+
+@pytest.mark.parametrize("form", ["captions", "metadata", "shards"])
+def test_of_a_folder_with_splits_the_training_split_is_read(form: str, tmp_path: Path) -> None:
+    for split in ("train", "Validation", "test"):
+        (tmp_path / split).mkdir()
+        if form == "shards":
+            pyarrow.parquet.write_table(
+                pyarrow.table({"image": [content()], "text": [split]}), tmp_path / split / "0.parquet"
+            )
+            continue
+        (tmp_path / split / "a.png").write_bytes(content())
+        row = json.dumps({"file_name": "a.png", "text": split})
+        (tmp_path / split / ("a.txt" if form == "captions" else "metadata.jsonl")).write_text(
+            split if form == "captions" else row
+        )
+    dataset = opened(tmp_path, said := [])
+    assert [dataset.caption(index) for index in range(len(dataset))] == ["train"]
+    assert said == [f"the folder {tmp_path} holds several splits, of which train is read; left out: Validation, test"]
+
+
+def test_folders_that_only_sound_like_splits_are_all_read(tmp_path: Path) -> None:
+    for name in ("train/a.png", "station/b.png", "crash test/c.png"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_bytes(content())
+        (tmp_path / name).with_suffix(".txt").write_text(name)
+    assert len(opened(tmp_path, said := [])) == 3 and said == []
+    (tmp_path / "test").mkdir()
+    (tmp_path / "top.png").write_bytes(content())
+    (tmp_path / "top.txt").write_text("beside the folders")
+    assert len(opened(tmp_path, said)) == 4 and said == []
+
+
+def test_pairs_for_evaluation_are_those_of_the_held_out_split(tmp_path: Path) -> None:
+    for split in ("train", "test"):
+        (tmp_path / split).mkdir()
+        (tmp_path / split / "metadata.jsonl").write_text(
+            json.dumps({"prompt": split, "chosen": "a.png", "rejected": "b.png"})
+        )
+    config = PairDataConfig(train_path=str(tmp_path), eval_path=str(tmp_path), height=16, width=16)
+    trained, held_out = open_image_pairs(config, 0, (said := []).append), open_held_out_pairs(config, 0, 8)
+    assert held_out is not None
+    assert [[pairs.caption(index) for index in range(len(pairs))] for pairs in (trained, held_out)] == [
+        ["train"],
+        ["test"],
+    ]
+    assert said == [f"the folder {tmp_path} holds several splits, of which train is read; left out: test"]
+
+
+@pytest.mark.parametrize(("names", "is_said"), [(("10_dog", "1_cat"), True), (("10_dog", "10_cat", "2024_dog"), False)])
+def test_repeats_of_kohyas_folders_are_said_to_have_no_effect(
+    names: tuple[str, ...], is_said: bool, tmp_path: Path
+) -> None:
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(content())
+        (tmp_path / name / "a.txt").write_text("a")
+    assert len(opened(tmp_path, said := [])) == len(names)
+    assert ["10_dog" in line and "once in an epoch" in line for line in said] == [True] * is_said

@@ -12,7 +12,7 @@ from PIL import Image
 
 from sfumato.data.files.file_columns import find_file, find_frames
 from sfumato.data.media.pictures import check_image, fitted, frames_of, framing_of, read_image
-from sfumato.data.media.videos import read_frames
+from sfumato.data.media.videos import UNREADABLE, read_frames
 from sfumato.errors import DataError
 
 SHADES = np.arange(0, 240, 20, dtype=np.uint8)
@@ -75,7 +75,7 @@ def test_broken_videos_are_named(tmp_path: Path) -> None:
     for source, shown in ((path, str(path)), (path.read_bytes(), "its bytes")):
         with pytest.raises(DataError) as caught:
             read_frames(source, 2, "data.jsonl, line 3")
-        assert str(caught.value) == f"data.jsonl, line 3: broken video ({shown}): no frame can be read"
+        assert str(caught.value) == f"data.jsonl, line 3: broken video ({shown}): {UNREADABLE}"
     (tmp_path / "a.gif").write_bytes(write_video(tmp_path, "gif").read_bytes()[:300])
     with pytest.raises(DataError, match=r"line 3: "):
         read_frames(tmp_path / "a.gif", 12, "line 3")

@@ -183,6 +183,84 @@ def test_folders_that_cannot_be_used_are_refused_before_anything_is_encoded(
     assert re.search(message, refusal(folder, name))
 
 
+def rename_tensors(folder: Path, part: str, rename: Callable[[str], str | None]) -> None:
+    """Writes the weights of a part by other names; those that ``rename`` gives None are left out."""
+    (path,) = (folder / part).glob("*.safetensors")
+    named = {rename(name): tensor for name, tensor in load_file(path).items()}
+    save_file({name: tensor for name, tensor in named.items() if name is not None}, path, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("part", "rename", "message"),
+    [
+        ("text_encoder", lambda name: f"module.{name}", "the files of text_encoder lack .* and 1[0-9] more"),
+        ("text_encoder_3", lambda name: f"_orig_mod.{name}", "the files of text_encoder_3 lack"),
+        ("text_encoder_2", lambda name: None if name == "text_projection.weight" else name, "lack text_projection"),
+        ("text_encoder_3", lambda name: None if "SelfAttention.v" in name else name, "lack encoder.block.0.*, which"),
+    ],
+)
+def test_encoders_whose_files_lack_weights_are_refused(
+    folders: Any, part: str, rename: Callable[[str], str | None], message: str, tmp_path: Path
+) -> None:
+    # transformers draws such weights at random, and every prompt would be another one in each run
+    shutil.copytree(folders["sd3"], folder := tmp_path / "pipe")
+    rename_tensors(folder, part, rename)
+    with pytest.raises(ConfigError, match=message):
+        build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=ROWS["sd3"].tokens))
+
+
+def as_float8(folder: Path, part: str, scaled: bool) -> None:
+    """The matrices of a part in 8 bits, perhaps with scales as ComfyUI's files have them."""
+    (path,) = (folder / part).glob("*.safetensors")
+    tensors = load_file(path)
+    for name in [name for name, tensor in tensors.items() if tensor.ndim > 1 and name.endswith(".weight")]:
+        scale = tensors[name].abs().max() / 448 if scaled else torch.ones(())
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        if scaled:
+            tensors[name.replace(".weight", ".scale_weight")] = scale
+    save_file(tensors, path, {"format": "pt"})
+
+
+def two_saves(folder: Path) -> None:
+    """Shards beside an older whole file."""
+    (path,) = (folder / "transformer").glob("*.safetensors")
+    content = path.read_bytes()
+    shard(folder, "transformer")
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        # diffusers only warns of weights that a configuration has no place for
+        ("flux", lambda f: edit(f, "transformer/config.json", guidance_embeds=False), "no place for .*guidance_emb"),
+        ("sd3", lambda f: edit(f, "transformer/config.json", qk_norm=None), "no place for .*norm_k.weight"),
+        ("sd3", lambda f: as_float8(f, "transformer", scaled=True), "no place for .*scale_weight"),
+        ("sd3", lambda f: as_float8(f, "transformer", scaled=False), "weight is quantised .*float8"),
+        ("sd3", lambda f: as_float8(f, "text_encoder_3", scaled=True), "text_encoder_3: .* is quantised .*float8"),
+        ("sd3", lambda f: as_float8(f, "vae", scaled=False), "vae: .* is quantised .*float8"),
+        # diffusers would take the shards, and a model whose weights are on meta the whole file
+        ("sd3", two_saves, "shards that .*index.json names, of which one was left by an earlier save"),
+    ],
+)
+def test_weights_that_are_not_those_of_the_configuration_are_refused(
+    folders: Any, name: str, change: Callable[[Path], None], message: str, tmp_path: Path
+) -> None:
+    shutil.copytree(folders[name], folder := tmp_path / "pipe")
+    change(folder)
+    with pytest.raises(ConfigError, match=message):
+        build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=ROWS[name].tokens))
+
+
+def test_an_output_layer_that_no_prompt_is_read_with_may_be_missing(tmp_path: Path) -> None:
+    description = ROWS["hidream"].describe()
+    find_families()[description["pipeline"]].build(description, 0).save_pretrained(tmp_path)
+    expected = load(tmp_path, "hidream").components["text_encoder_4"].state_dict()
+    rename_tensors(tmp_path, "text_encoder_4", lambda name: None if name == "lm_head.weight" else name)
+    actual = load(tmp_path, "hidream").components["text_encoder_4"].state_dict()
+    assert [name for name in expected if not torch.equal(actual[name], expected[name])] == ["lm_head.weight"]
+
+
 def test_a_run_wants_weights_which_a_prediction_does_not_need(folders: Any, tmp_path: Path) -> None:
     shutil.copytree(folders["sd3"], folder := tmp_path / "pipe")
     without_weights(folder)

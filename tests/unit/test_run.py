@@ -32,7 +32,7 @@ ALONE = Mesh(Layout(), torch.device("cpu"))
 @pytest.fixture(autouse=True)
 def _signals():
     """A run listens to signals; give them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -139,7 +139,7 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
 
 
 def test_within_steps_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         run = start(tmp_path)
         for step in run.steps(range(2)):
             assert run.stop_requested == (step > 0)
@@ -150,6 +150,7 @@ def test_within_steps_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -
                 os.kill(os.getpid(), signal.SIGINT)
             assert not isinstance(stop.value, StoppedError)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -197,6 +197,7 @@ def broken_rows():
         "truncated": (audio(whole[: len(whole) // 2]), {}, "broken audio .*truncated"),
         "truncated flac": (audio(sound(0.3, kind="FLAC")[:2000]), {}, "broken audio"),
         "empty": (audio(b""), {}, "broken audio"),
+        "m4a": (audio(b"\0\0\0\x20ftypM4A \0\0\0\0"), {}, "of a kind that is not read, such as AAC in M4A: write"),
         "no samples": (audio(sound(0.0)), {}, "0 of 0 samples"),
         "picture": (audio(picture(16, 16)), {}, "broken audio"),
         "too long": (audio(sound(31.0, rate=1000)), {}, "of 31.0 s: at most 30 s"),

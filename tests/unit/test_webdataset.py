@@ -66,6 +66,15 @@ def test_members_become_columns(tmp_path: Path) -> None:
     assert pickle.loads(pickle.dumps(rows))[1] == rows[1]
 
 
+def test_what_macos_adds_is_no_member_and_every_ending_of_pictures_is_one(tmp_path: Path) -> None:
+    # tar of macOS writes attributes of each file as ._FILE before it; all of them would be rows of one name
+    files = [("./a/1.avif", b"1"), ("./a/1.txt", b"one"), ("./a/2.JFIF", b"2"), ("./a/2.txt", b"two")]
+    hidden = [(name.replace("/a/", "/a/._"), b"\0\5\x16\7") for name, _ in files]
+    members = [member for pair in zip(hidden, files, strict=True) for member in pair]
+    rows = TarRows(write_shard(tmp_path / "shard.tar", [*members, ("__MACOSX/a/1.jpg", b"x"), (".DS_Store", b"")]))
+    assert [rows[index] for index in range(len(rows))] == [{"image": b"1", "txt": "one"}, {"image": b"2", "txt": "two"}]
+
+
 @pytest.mark.parametrize(
     ("members", "named"),
     [

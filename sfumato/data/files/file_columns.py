@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import binascii
+import os
 import re
+import unicodedata
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes
 
@@ -53,7 +55,7 @@ def find_file(row: dict[str, object], key: str, root: Path, where: str, kind: st
         return _read_data_url(value, where, kind)
     if value.startswith("file://"):
         value = unquote(value.removeprefix("file://"))
-    path = root / value
+    path = _find_composed(root, value)
     problem = file_problem(path, or_folder=True)  # a folder may hold the frames of a video
     if problem is None:
         return path
@@ -70,6 +72,13 @@ def find_file(row: dict[str, object], key: str, root: Path, where: str, kind: st
             f"{where}: column {key!r} holds {len(value):,} letters, which are no path and no base64: {value}"
         )
     raise DataError(f"{where}: {path} {problem}")
+
+
+def _find_composed(root: Path, name: str) -> Path:
+    """The path of a name; where there is none, of the same name with its letters composed or decomposed (NFC, NFD),
+    since macOS writes names of files with decomposed ones, and tables seldom do."""
+    forms = [] if name.isascii() else [name, *(unicodedata.normalize(form, name) for form in ("NFC", "NFD"))]
+    return next((root / form for form in forms if os.path.exists(root / form)), root / name)
 
 
 def find_frames(row: dict[str, object], key: str, root: Path, where: str) -> File | list[File]:

@@ -66,6 +66,11 @@ class FolderFiles:
     """Of files at URLs, by where they lie once they are fetched."""
 
 
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder is hidden: ``.ipynb_checkpoints``, ``._a.jpg``, or one that macOS or a NAS adds."""
+    return name.startswith((".", "__MACOSX", "@eaDir"))
+
+
 def data_ending(path: Path) -> str:
     """The ending that tells the format of the rows, without a compression's: ``.jsonl`` of ``rows.jsonl.gz``."""
     inner = Path(path.stem).suffix.lower()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -11,7 +12,7 @@ from pathlib import Path
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
-from sfumato.data.files.folders import OF_RUN, describe_runs
+from sfumato.data.files.folders import OF_RUN, SPLITS, describe_runs, is_hidden
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import read_text
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS
@@ -37,10 +38,8 @@ UNREAD_ENDINGS = {
 SHOWN = 3
 """Files that a line names; the others are counted."""
 
-
-def is_hidden(name: str) -> bool:
-    """Whether a file or folder is hidden: ``.ipynb_checkpoints``, ``._a.jpg``, or one that macOS or a NAS adds."""
-    return name.startswith((".", "__MACOSX", "@eaDir"))
+REPEATS = re.compile(r"(\d{1,3})_.+")
+"""Names of folders that kohya's scripts read as many times in an epoch as the number says."""
 
 
 def visible_files(folder: Path) -> list[Path]:
@@ -63,6 +62,35 @@ def list_files_and_runs(folder: Path) -> tuple[list[Path], list[Path]]:
         )
         files += [Path(root, name) for name in names if not is_hidden(name)]
     return sorted(files), sorted(runs)
+
+
+def choose_split(folder: Path, endings: Set[str], held_out: bool = False) -> tuple[Path, list[str]]:
+    """The subfolder with the split that is read, of a folder of pictures that has several, as ``find_sources`` chooses.
+
+    Such a folder has one subfolder ``train`` and one of held-out pictures, by a word of ``SPLITS`` for each, and no
+    table and no pictures beside them.
+
+    Args:
+        folder: of the configuration.
+        endings: of pictures.
+        held_out: whether the pictures are for evaluation.
+
+    Returns:
+        The folder itself where it has no splits; and a line about what is left out.
+    """
+    entries = [path for path in sorted(folder.iterdir()) if not is_hidden(path.name)]
+    is_table = any(path.name in METADATA or path.suffix.lower() in endings for path in entries)
+    by_split: dict[str, list[Path]] = {}
+    for path in entries if not is_table else ():
+        split = next((split for split, words in SPLITS.items() if path.name.lower() in words), None)
+        if split is not None and path.is_dir():
+            by_split.setdefault(split, []).append(path)
+    if "train" not in by_split or len(by_split) == 1 or any(len(folders) > 1 for folders in by_split.values()):
+        return folder, []
+    wanted = ("validation", "test") if held_out else ("train",)
+    chosen = next(by_split[split][0] for split in wanted if split in by_split)
+    left_out = ", ".join(path.name for path in entries if path.is_dir() and path != chosen)
+    return chosen, [f"the folder {folder} holds several splits, of which {chosen.name} is read; left out: {left_out}"]
 
 
 def find_metadata(folder: Path) -> list[Path]:
@@ -146,6 +174,7 @@ class FolderRows:
             *_describe_files(lonely, self.root, "captions without a picture or video that is read"),
             *_describe_files(unread, self.root, "pictures, videos or sounds of kinds that are not read here"),
             *_describe_files(same, self.root, "pictures that share their caption with another of the same name"),
+            *_describe_repeats(self._files, self.root),
         ]
 
 
@@ -170,11 +199,13 @@ def describe_unlisted(
         if not isinstance(values[0], str):  # the table holds the pictures itself
             return []
         paths = [path for value in values for path in (value if isinstance(value, list) else [value])]
-        named.update(os.path.normpath(rows.folder(index) / path) for path in paths if isinstance(path, str))
+        named.update(_composed(os.path.normpath(rows.folder(index) / path)) for path in paths if isinstance(path, str))
     if not named:
         return []
     files, runs = list_files_and_runs(folder)
-    unlisted = [path for path in files if path.suffix.lower() in endings and os.path.normpath(path) not in named]
+    unlisted = [
+        path for path in files if path.suffix.lower() in endings and _composed(os.path.normpath(path)) not in named
+    ]
     return [*_describe_files(unlisted, folder, "pictures that its table does not name"), *describe_runs(folder, runs)]
 
 
@@ -189,6 +220,24 @@ def _describe_files(paths: list[Path], root: Path, description: str) -> list[str
     return [f"{root}: {len(paths):,} {description} ({counts}): {shown}{more}"]
 
 
+def _describe_repeats(files: Iterable[Path], root: Path) -> list[str]:
+    """A line about folders whose names give kohya's scripts different repeats; none where there are none."""
+    folders = sorted({path.parent.name for path in files if path.parent != root})
+    repeats = {match[1]: name for name in folders if (match := REPEATS.fullmatch(name))}
+    if len(repeats) < 2:
+        return []
+    shown = ", ".join([*repeats.values()][:SHOWN])
+    return [
+        f"{root}: the numbers of folders such as {shown}, by which kohya's scripts repeat pictures, say nothing here: "
+        "each picture comes once in an epoch"
+    ]
+
+
 def _stem(path: Path) -> str:
-    """The path without its ending, with composed letters (NFC): macOS writes names with decomposed ones."""
-    return unicodedata.normalize("NFC", str(path.with_suffix("")))
+    """The path without its ending, as of ``_composed``."""
+    return _composed(str(path.with_suffix("")))
+
+
+def _composed(path: str) -> str:
+    """The path with composed letters (NFC): macOS writes names with decomposed ones."""
+    return unicodedata.normalize("NFC", path)

@@ -11,6 +11,7 @@ import functools
 import io
 import itertools
 import json
+import os
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -94,14 +95,26 @@ class ParquetRows(FileRows):
 
     @cached_property
     def _table(self) -> datasets.Dataset:
-        import datasets
+        import datasets.config
         import pyarrow.parquet
 
+        from sfumato.data.files.file_digests import signature_of
+
+        # datasets knows its copy of a file by path and mtime. A file that was replaced may keep both (cp -p, rsync -t),
+        # and its old rows would be read.
+        signature, _ = signature_of([str(self.path)])
+        copies = Path(datasets.config.HF_DATASETS_CACHE) / "sfumato" / signature
         try:
             if pyarrow.parquet.read_metadata(self.path).num_rows:
-                return datasets.Dataset.from_parquet(str(self.path)).with_format("arrow")
+                return datasets.Dataset.from_parquet(str(self.path), cache_dir=str(copies)).with_format("arrow")
         except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
-            raise DataError(f"{self.path} cannot be read as parquet: {error.__cause__ or error}") from error
+            cause = error.__cause__ or error
+            if isinstance(cause, OSError) and cause.errno is not None and os.access(self.path, os.R_OK):
+                raise DataError(
+                    f"{self.path} is opened as a copy in {copies}, which cannot be written: {cause.strerror}: make "
+                    "room, or set HF_DATASETS_CACHE to a folder that has it"
+                ) from error
+            raise DataError(f"{self.path} cannot be read as parquet: {cause}") from error
         raise DataError(f"{self.path} has no rows")  # datasets would name the size of a batch
 
     def __len__(self) -> int:

@@ -8,12 +8,14 @@ from typing import NamedTuple
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.files.file_rows import MAX_LINE, FileRows
+from sfumato.data.files.folders import is_hidden
+from sfumato.data.media.kinds import IMAGE_ENDINGS, SOUND_ENDINGS, VIDEO_ENDINGS
 from sfumato.errors import DataError
 
 MEDIA = {
-    "image": {"jpg", "jpeg", "png", "webp", "bmp", "gif", "tif", "tiff"},
-    "video": {"mp4", "avi", "mov", "mkv", "webm"},
-    "audio": {"wav", "flac", "mp3", "ogg", "opus"},
+    "image": {ending[1:] for ending in IMAGE_ENDINGS},
+    "video": {ending[1:] for ending in VIDEO_ENDINGS},
+    "audio": {ending[1:] for ending in SOUND_ENDINGS},
 }
 """Endings of members by the kind of medium, whose column they become."""
 
@@ -48,7 +50,7 @@ class TarRows(FileRows):
         try:
             with tarfile.open(path, "r:") as shard:
                 for info in shard:
-                    if info.isdir():
+                    if info.isdir() or any(is_hidden(part) for part in info.name.split("/") if part != "."):
                         continue
                     if not info.isfile():
                         raise DataError(f"{path}: member {info.name} is a link, not a file")

@@ -15,7 +15,7 @@ from sfumato.config.image_data import MASK, ImageDataConfig, ImageTextDataConfig
 from sfumato.config.paths import LONGEST_NAME
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
-from sfumato.data.files.picture_folder import FolderRows, describe_unlisted, find_metadata, visible_files
+from sfumato.data.files.picture_folder import FolderRows, choose_split, describe_unlisted, find_metadata, visible_files
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
@@ -86,6 +86,10 @@ class ImageTextDataset:
         self.size = config.size
         path = Path(str(config.train_path))
         self._is_folder = path.is_dir()
+        self._notes: list[str] = []
+        if rows is None and path.is_dir():
+            path, self._notes = choose_split(path, self._endings)
+        self._path = path
         self.rows: FiledRows
         if rows is not None:
             self.rows = rows
@@ -118,13 +122,13 @@ class ImageTextDataset:
 
     def unused_files(self) -> list[str]:
         """Lines about files of a folder that look like data and are in no row."""
-        path = Path(str(self.config.train_path))
         if isinstance(self.rows, FolderRows):
-            return self.rows.unused
-        if not path.is_dir():
+            return [*self._notes, *self.rows.unused]
+        if not self._path.is_dir():
             return []
         others = [self.config.source_image_key, *([self.config.mask_key] if self.config.mask_key else [])]
-        return describe_unlisted(path, self.rows, lambda row: [self._image_key(row), *others], self._endings)
+        unlisted = describe_unlisted(self._path, self.rows, lambda row: [self._image_key(row), *others], self._endings)
+        return [*self._notes, *unlisted]
 
     def describe(self, index: int) -> str:
         """File and row, for messages."""
@@ -381,8 +385,14 @@ class PairDataset:
         self.config = config
         self.size = (config.height, config.width, config.num_frames)
         path = Path(getattr(config, option))
-        tables = (find_metadata(path) if path.is_dir() else []) or [path]
         is_held_out = option == "eval_path"
+        self.notes: list[str] = []
+        """Lines about a split that is left out."""
+        tables = [path]
+        if path.is_dir():
+            split, notes = choose_split(path, IMAGE_ENDINGS, is_held_out)
+            if listed := find_metadata(split):
+                tables, self.notes = listed, notes
         rows = join_rows([open_rows(table, config.text_key, f"data.{option}", is_held_out) for table in tables])
         shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
         shared |= {"data_type": "image_text", "train_path": str(path)}
@@ -484,7 +494,7 @@ def open_image_pairs(config: PairDataConfig, seed: int, say: Callable[[str], Non
     Args:
         config: the data section.
         seed: of words that are rendered.
-        say: is told how many ties there are.
+        say: is told which split is left out, and how many ties there are.
 
     Raises:
         DataError: when the source is missing, empty, or holds nothing but ties.
@@ -492,6 +502,8 @@ def open_image_pairs(config: PairDataConfig, seed: int, say: Callable[[str], Non
     if config.data_type == "glyphs":
         return GlyphPairs(config.glyphs, config.height, config.width, seed, config.num_frames)
     dataset = PairDataset(config, "train_path")
+    for note in dataset.notes:
+        say(note)
     if dataset.num_ties:
         say(f"{dataset.num_ties} of {len(dataset.labels)} rows of {config.train_path} are ties and are left out")
     return dataset

@@ -18,6 +18,9 @@ IMAGE_ENDINGS = {
 VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
 """Endings of files that OpenCV reads."""
 
+SOUND_ENDINGS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aif", ".aiff", ".au", ".w64", ".rf64", ".caf"}
+"""Endings of files that libsndfile reads."""
+
 NAMES = {"image": "an image", "video": "a video", "audio": "audio"}
 """How errors call a medium of each kind."""
 

@@ -54,7 +54,20 @@ def open_sound(source: File, where: str) -> Iterator[SoundFile]:
     except DataError:
         raise
     except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
+        if _is_mp4(source):  # whose error depends on the ending of its name
+            raise DataError(
+                f"{where}: audio ({describe_file(source)}) of a kind that is not read, such as AAC in M4A: write it "
+                "anew, such as by ffmpeg -i old.m4a new.flac"
+            ) from error
         raise DataError(f"{where}: broken audio ({describe_file(source)}): {error}") from error
+
+
+def _is_mp4(source: File) -> bool:
+    """Whether a file begins as those of MP4, M4A and MOV do."""
+    if isinstance(source, bytes):
+        return source[4:8] == b"ftyp"
+    with source.open("rb") as file:
+        return file.read(8)[4:] == b"ftyp"
 
 
 def _check_length(source: File, stated: int, rate: int, where: str) -> None:

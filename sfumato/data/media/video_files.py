@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import resource
@@ -44,6 +45,9 @@ MOST_BYTES = 16 * 2**30
 UNSPECIFIED = 2
 """The code point of colours of which nothing is said."""
 
+FIRST_FRAMES = 8
+"""Frames that are looked at for whether they are interlaced."""
+
 _HEADER = struct.Struct("<BqqQ")  # whether a path follows, most frames and pixels, length of what follows
 
 
@@ -62,7 +66,10 @@ class VideoHead(NamedTuple):
     """How many times a pixel is as wide as high, in frames as they are read, upright."""
     primaries: int
     transfer: int
+    matrix: int
     """Code points of its colours (ITU-T H.273); 2, which is "unspecified", also without PyAV."""
+    is_interlaced: bool
+    """Whether a frame among the first holds lines of two moments; False without PyAV."""
     times: list[float]
     """Milliseconds at which each of ``num_frames`` is shown."""
 
@@ -201,8 +208,8 @@ def _serve_requests(requests: IO[bytes]) -> None:
         is_small = width * height <= most_pixels and (stated <= most_frames or most_frames == 1)
         while is_small and len(times) < most_frames and video.grab():
             times.append(round(video.get(0), 3))
-        colours = _read_code_points(os.fsdecode(content) if is_path else io.BytesIO(content))
-        values = [len(times), width, height, fps, stated, _pixel_ratio(video), *colours, times]
+        coding = _read_coding(os.fsdecode(content) if is_path else io.BytesIO(content))
+        values = [len(times), width, height, fps, stated, _pixel_ratio(video), *coding, times]
         print(json.dumps(values), flush=True)
 
 
@@ -214,22 +221,25 @@ def _pixel_ratio(video: cv2.VideoCapture) -> float:
     return high / wide if turned % 180 == 90 else wide / high
 
 
-def _read_code_points(source: str | io.BytesIO) -> tuple[int, int]:
-    """``primaries`` and ``transfer`` of ``VideoHead``, which OpenCV does not tell."""
+def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool]:
+    """``primaries`` to ``is_interlaced`` of ``VideoHead``, which OpenCV does not tell."""
+    unknown = UNSPECIFIED, UNSPECIFIED, UNSPECIFIED, False
     try:
         import av
         from av.error import FFmpegError
     except ImportError:
-        return UNSPECIFIED, UNSPECIFIED
+        return unknown
     limits = {"format_whitelist": CONTAINERS} | ({"protocol_whitelist": "file"} if isinstance(source, str) else {})
     try:
         with av.open(source, "r", container_options=limits) as container:
             if not container.streams.video:
-                return UNSPECIFIED, UNSPECIFIED
+                return unknown
+            first = list(itertools.islice(container.decode(video=0), FIRST_FRAMES))
             context = container.streams.video[0].codec_context
-            return int(context.color_primaries), int(context.color_trc)
+            code_points = int(context.color_primaries), int(context.color_trc), int(context.colorspace)
+            return *code_points, any(frame.interlaced_frame for frame in first)
     except (FFmpegError, ValueError):  # whether frames can be read is for OpenCV to say
-        return UNSPECIFIED, UNSPECIFIED
+        return unknown
 
 
 if __name__ == "__main__":

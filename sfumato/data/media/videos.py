@@ -26,8 +26,15 @@ MAX_FRAMES = 1_000_000
 WIDEST_PIXEL = 4.0
 """Most by which a pixel may be wider than high, or higher than wide."""
 
-WIDE_PRIMARIES, HDR_TRANSFERS = {9, 10, 11, 12}, {8, 16, 17, 18}
-"""Code points of ITU-T H.273 whose colours OpenCV does not convert: BT.2020, XYZ and P3; linear light, PQ and HLG."""
+WIDE_PRIMARIES, OTHER_TRANSFERS = {9, 10, 11, 12}, {8, 9, 10, 16, 17, 18}
+"""Code points of ITU-T H.273 whose colours OpenCV does not convert: BT.2020, XYZ and P3; linear light, logarithmic, PQ
+and HLG."""
+
+KNOWN_MATRICES = {0, 1, 2, 3, 4, 5, 6, 7, 9}
+"""Code points of the matrices that it converts."""
+
+UNREADABLE = "no frame can be read; if a player shows it, such as one of AV1, convert it (ffmpeg -c:v libx264)"
+"""What is said of a video of which OpenCV gives no frame."""
 
 SAME_TIME = 0.25
 """Frames by which times may be beside those of a constant rate, and still count as of one."""
@@ -77,7 +84,7 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
 def check_video(source: File, where: str) -> None:
     """Reads the head and the first frame of a video. Raises DataError when there is none, or as of its colours."""
     if _examine(source, where, 1).num_frames == 0:
-        raise DataError(f"{where}: broken video ({describe_source(source)}): no frame can be read")
+        raise DataError(f"{where}: broken video ({describe_source(source)}): {UNREADABLE}")
 
 
 def frames_at(shown_from: Sequence[float], positions: np.ndarray, times: np.ndarray) -> list[int] | None:
@@ -115,7 +122,7 @@ def read_video(source: File, where: str, choose: Callable[[VideoHead], Sequence[
     head = _examine(source, where, MAX_FRAMES + 1)
     total = head.num_frames
     if total == 0 or total > MAX_FRAMES:
-        problem = "no frame can be read" if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
+        problem = UNREADABLE if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
         raise DataError(f"{where}: broken video ({describe_source(source)}): {problem}")
     if not head.fps > 0:
         head = head._replace(fps=float("nan"))
@@ -134,10 +141,16 @@ def _examine(source: File, where: str, most_frames: int) -> VideoHead:
         raise DataError(f"{where}: {source} {problem}")
     most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]  # None only if a user lifted it
     head = examine_video(source, where, shown, most_frames, most_pixels)
-    if head.primaries in WIDE_PRIMARIES or head.transfer in HDR_TRANSFERS:
+    if head.primaries in WIDE_PRIMARIES or head.transfer in OTHER_TRANSFERS or head.matrix not in KNOWN_MATRICES:
         raise DataError(
-            f"{where}: video ({shown}) whose colours (primaries {head.primaries}, transfer {head.transfer} of H.273) "
-            "are of HDR or of a wider range than sRGB: convert it to BT.709 (ffmpeg's filters zscale and tonemap)"
+            f"{where}: video ({shown}) whose colours (primaries {head.primaries}, transfer {head.transfer}, matrix "
+            f"{head.matrix} of H.273) are of HDR or of a wider range than sRGB: convert it to BT.709 (ffmpeg's filters "
+            "zscale and tonemap)"
+        )
+    if head.is_interlaced:  # OpenCV 5 gives memory that nobody has written to
+        raise DataError(
+            f"{where}: video ({shown}) is interlaced, with lines of two moments in each frame: make frames of them "
+            "(ffmpeg -vf bwdif)"
         )
     stretch = max(head.pixel_ratio, 1 / head.pixel_ratio)
     if stretch > WIDEST_PIXEL:

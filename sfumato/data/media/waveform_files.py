@@ -12,9 +12,6 @@ from sfumato.tracking.waveforms import FULL_SCALE
 VERSION = 2
 """Raise it when the same files become other waveforms, so that stored latents are not used any more."""
 
-SOUND_ENDINGS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aif", ".aiff", ".au", ".w64", ".rf64", ".caf"}
-"""Endings of files that libsndfile reads."""
-
 LARGEST = 2.0
 """Largest sample that is clipped to 1.0, as MP3 decoders overshoot; a larger one is of a file of another scale."""
 

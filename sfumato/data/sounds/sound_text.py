@@ -10,8 +10,9 @@ import torch
 from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.files.file_columns import find_file
 from sfumato.data.images.image_text import ImageTextDataset, open_image_text
+from sfumato.data.media.kinds import SOUND_ENDINGS
 from sfumato.data.media.pictures import Picture
-from sfumato.data.media.waveform_files import SOUND_ENDINGS, VERSION, read_waveform
+from sfumato.data.media.waveform_files import VERSION, read_waveform
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import ConfigError
 

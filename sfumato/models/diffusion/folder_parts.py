@@ -122,6 +122,11 @@ def _check_part(folder: Path, name: str, cls: object, pipeline_class: str, needs
             f"model.model_path {folder}: {name} is quantised ({method or 'quantization_config'} in its config.json), "
             "which can neither be trained nor kept in another precision here: take the weights that were quantised"
         )
+    if all((part_folder / file).is_file() for file in WEIGHTS[:2]):
+        raise ConfigError(
+            f"model.model_path {folder}: {name} has {WEIGHTS[0]} and shards that {WEIGHTS[1]} names, of which one was "
+            "left by an earlier save: remove it"
+        )
     if any((part_folder / file).is_file() for file in WEIGHTS):
         return
     safetensors_files = sorted(path.name for path in part_folder.glob("*.safetensors"))

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,7 +33,7 @@ from sfumato.models.diffusion.folder_parts import (
 )
 from sfumato.models.diffusion.schedulers import FILE as SCHEDULER_FILE
 from sfumato.models.diffusion.schedulers import require_scipy
-from sfumato.parallel.weights import build_on_meta, refuse_not_finite
+from sfumato.parallel.weights import build_on_meta, refuse_misread, refuse_not_finite
 
 if TYPE_CHECKING:
     from diffusers.configuration_utils import ConfigMixin
@@ -46,6 +47,9 @@ VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", ".model")
 """Suffixes of the names of files with a tokenizer's vocabulary."""
 BYTE_TOKENIZER = "ByT5Tokenizer"
 """A tokenizer that needs no vocabulary."""
+
+UNREAD = ("lm_head.",)
+"""How names of weights begin that no embedding of a prompt depends on."""
 
 
 def find_families() -> dict[str, type[DiffusionModel]]:
@@ -260,9 +264,11 @@ def build_diffusion_model(
             component.to(model.idle_device)
         elif component is not model.denoiser or init_device == "cuda":
             component.to(device)
-    for name, component in model.components.items() if source is not None else ():
-        assert source is not None
-        refuse_not_finite(component, source / name)
+    if source is not None:
+        denoisers = model.split_denoiser(model.denoiser)
+        for name, component in (model.components | denoisers).items():
+            refuse_misread(component, source / name, is_whole=name in denoisers)
+            refuse_not_finite(component, source / name)
     if config.lora is not None:
         from sfumato.models.lora import add_lora
 
@@ -313,6 +319,7 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
             denoiser_dtype
         )
     try:
+        components |= _load_encoders(folder, index, family.encoder_names, frozen_dtype)
         pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **components)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         message = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
@@ -323,6 +330,37 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
             f"model.model_path {folder}: {family.pipeline_class} needs a package that is not installed: {error}"
         ) from error
     return family, pipeline
+
+
+def _load_encoders(
+    folder: Path, index: JsonObject, names: Iterable[str], dtype: torch.dtype | None
+) -> dict[str, torch.nn.Module]:
+    """The encoders of a pipeline folder that are models of transformers, with exactly the weights of its files.
+
+    transformers makes weights that the files lack at random, and diffusers hides its warning.
+
+    Raises:
+        ConfigError: when the files lack a weight; ``UNREAD`` may be missing.
+    """
+    import transformers
+
+    encoders: dict[str, torch.nn.Module] = {}
+    for name in names:
+        cls = component_class(*index[name]) if has_part(index, name) else None
+        if not (isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)):
+            continue
+        encoders[name], report = load_pretrained(
+            cls, folder / name, use_safetensors=True, dtype=dtype, output_loading_info=True
+        )
+        lacking = sorted(key for key in map(str, report["missing_keys"]) if not key.startswith(UNREAD))
+        if lacking:
+            rest = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+            raise ConfigError(
+                f"model.model_path {folder}: the files of {name} lack {', '.join(lacking[:3])}{rest}, which would be "
+                "random: copy or download its folder again, or remove what another tool has put before the names of "
+                "its weights"
+            )
+    return encoders
 
 
 def _describe_mismatch(folder: Path, index: dict[str, object]) -> str:
