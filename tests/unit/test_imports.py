@@ -218,18 +218,18 @@ def test_files_are_small_enough_to_be_read():
 
 MOST_LINES = {
     "rl_diffusion": 29_600,
-    "rl_diffusion_direct": 28_700,
+    "rl_diffusion_direct": 28_750,
     "rl_diffusion_forward": 29_150,
-    "rl_text": 33_450,
+    "rl_text": 33_500,
     "train_autoencoder": 21_300,
     "train_dit": 24_300,
     "train_dit_dpo": 25_550,
-    "train_image_tokenizer": 26_800,
-    "train_omni": 36_950,
+    "train_image_tokenizer": 26_850,
+    "train_omni": 37_000,
     "train_text": 27_500,
-    "train_text_dpo": 27_400,
-    "train_text_kto": 27_550,
-    "train_text_reward": 26_700,
+    "train_text_dpo": 27_450,
+    "train_text_kto": 27_600,
+    "train_text_reward": 26_750,
 }
 """Lines of the library and the task that importing a task may load: what every run of it needs. What a run may switch
 on is imported where that is chosen, when its parts are built."""
