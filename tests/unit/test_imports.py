@@ -226,7 +226,7 @@ MOST_LINES = {
     "train_dit_dpo": 25_550,
     "train_image_tokenizer": 26_850,
     "train_omni": 37_000,
-    "train_text": 27_500,
+    "train_text": 27_550,
     "train_text_dpo": 27_450,
     "train_text_kto": 27_600,
     "train_text_reward": 26_750,
