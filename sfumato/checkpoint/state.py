@@ -350,13 +350,16 @@ def _describe_rates(schedule: LambdaLR, saved_rates: object) -> str:
     """Says that the learning rate does not go on where the saving run would have: a schedule is that of all steps, so
     a decayed rate rises again when a run gets more of them. Empty where it does, or the checkpoint does not know."""
     rates = schedule.get_last_lr()
-    if not isinstance(saved_rates, list) or not saved_rates or saved_rates == rates:
+    if not isinstance(saved_rates, list) or not all(isinstance(rate, int | float) for rate in saved_rates):
         return ""
-    if not all(isinstance(rate, int | float) for rate in saved_rates):
+    if not saved_rates or {*saved_rates} == {*rates}:  # groups may have been divided otherwise
         return ""
+    here, there = (
+        ", ".join(f"{rate:.3g}" for rate in sorted({*group}, reverse=True)) for group in (rates, saved_rates)
+    )
     return (
-        f"the learning rate goes on at {rates[0]:.3g}, and not at {saved_rates[0]:.3g}, as the run that saved the "
-        "checkpoint would have: other steps or rates (train.max_steps, train.lr) make another schedule"
+        f"the learning rate goes on at {here}, and not at {there}, as the run that saved the checkpoint would have: "
+        "other steps or rates (train.max_steps, train.lr, train.param_groups) make another schedule"
     )
 
 
@@ -411,7 +414,8 @@ def new_optimizer_state(
         to read into these tensors.
 
     Raises:
-        CheckpointError: when a tensor has not the shape of its parameter, and the parameter is cut over ranks here.
+        CheckpointError: when a tensor has not the shape of its parameter, and the parameter is cut over ranks here; or
+            when the state is that of another optimiser.
     """
     fields: dict[Tensor, dict[str, object]] = {}
     parts: TensorParts = {}
@@ -422,6 +426,11 @@ def new_optimizer_state(
         if name not in shards.parameters:
             continue  # another pipeline stage has it
         parameter = shards.parameters[name]
+        if (field_name == "momentum_buffer") != bool(groups[parameter].get("orthogonal")):
+            raise CheckpointError(
+                f"{stored.folder} holds the state of another optimiser ({key}): restore train.optimizer (adamw and "
+                "adamw8bit have the same state, muon another), or start a new run from the exported weights"
+            )
         if key in stored.values[section]:
             value = stored.values[section][key]
         else:

@@ -33,7 +33,8 @@ class ExpertBalancer:
     The bias is added to the router's scores when experts are chosen; the weights of the chosen ones do not contain it.
     Routers that have one (``e_score_correction_bias``) keep theirs, others get a persistent buffer of that name, so it
     is part of the module's state dict. Tokens are counted in forward passes that build a graph; passes without
-    gradients, and those that activation checkpointing repeats (``use_reentrant=False``), do not count.
+    gradients, and those that activation checkpointing repeats (``use_reentrant=False``), do not count, nor does padding
+    of which ``is_token`` tells.
 
     No token is ever dropped, whatever the loads are, so there is no metric of dropped tokens: it would always be zero.
     """
@@ -51,6 +52,8 @@ class ExpertBalancer:
         """
         self.mesh = mesh
         self.rate = rate
+        self.is_token: Tensor | None = None
+        """bool ``[tokens]`` on the device, for the next forward pass: false for padding; None counts all."""
         self._routers: dict[str, tuple[nn.Module, str]] = {}
         self._counts: list[Tensor] = []
         for name, experts in find_experts(module, "train.expert_bias_rate must be 0").items():
@@ -64,7 +67,7 @@ class ExpertBalancer:
             self._routers[plain_name(f"{key}.{bias}")] = router, bias
             counts = torch.zeros(num_experts, dtype=torch.int64, device=mesh.device)
             self._counts.append(counts)
-            experts.register_forward_pre_hook(_make_counter(counts), with_kwargs=True)
+            experts.register_forward_pre_hook(self._make_counter(counts), with_kwargs=True)
 
     @torch.no_grad()
     def update(self) -> dict[str, Tensor]:
@@ -89,6 +92,21 @@ class ExpertBalancer:
             "experts/load_max_over_mean": torch.stack(ratios).max(),
             "experts/without_tokens": (counts == 0).double().mean(),
         }
+
+    def _make_counter(self, counts: Tensor) -> Callable[..., None]:
+        """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the layer's counts."""
+
+        def count(experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
+            recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
+            if recomputed or not torch.is_grad_enabled():
+                return
+            chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            if self.is_token is not None and len(self.is_token) == len(chosen):
+                # an id beyond the experts, since choosing tokens by a mask would wait for the device
+                chosen = chosen.masked_fill(~self.is_token[:, None], len(counts))
+            counts.add_(tokens_per_expert(chosen.flatten().sort().values, len(counts)))
+
+        return cast("Callable[..., None]", torch.compiler.disable(count))
 
     def forget(self) -> None:
         """Discards the tokens counted since the last update."""
@@ -202,16 +220,3 @@ def _find_rule(name: str, router: nn.Module, num_experts: int) -> _Rule:
             if torch.allclose(ratios, ratios[:1, :1], rtol=1e-4):
                 return _Rule(kind, normalised, float(f"{ratios.mean():.6g}"))
     raise refusal
-
-
-def _make_counter(counts: Tensor) -> Callable[..., None]:
-    """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the counts of their layer."""
-
-    def count(experts: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-        recomputed = torch._C._current_graph_task_id() != -1  # within a backward pass
-        if recomputed or not torch.is_grad_enabled():
-            return
-        chosen = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
-        counts.add_(tokens_per_expert(chosen.flatten().sort().values, len(counts)))
-
-    return cast("Callable[..., None]", torch.compiler.disable(count))

@@ -57,6 +57,10 @@ def parallelize(
     layout = mesh.layout
     blocks = find_blocks(module, plan)
     submodels = [module.get_submodule(name) for name in plan.parts] or [module]
+    if param_dtype is not None:
+        from sfumato.parallel.precision import keep_float32_routers
+
+        keep_float32_routers(module, param_dtype)
     experts: Mapping[str, nn.Module] = {}
     # Each kind of parallelism is imported where it is switched on: most runs need none of them.
     if layout.tp > 1:

@@ -23,8 +23,11 @@ BY_AUTOCAST = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, n
 """Layers whose weights autocast converts when they are used."""
 
 
-TABLES = {"Qwen2AudioEncoder": "embed_positions"}
+TABLES = {"LongcatFlashTopkRouter": "classifier", "Qwen2AudioEncoder": "embed_positions"}
 """By class name, modules that read the weight of a submodule without calling it, and the submodule's name."""
+
+NUM_TOKENS = 4
+"""Tokens by which routers are tried."""
 
 
 def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
@@ -43,6 +46,8 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
         if table is None and (not weights or isinstance(layer, BY_AUTOCAST)):
             continue
         replaced = vars(layer).get("forward")
+        if isinstance(replaced, MethodType) and replaced.__func__ is forward_router:
+            continue  # it converts its weights itself
         # The compiler tells functions apart by their identity. This method is one function for all layers, so that
         # blocks of one kind share their graphs; an object for each layer would have each block compiled anew.
         vars(layer).update(
@@ -51,6 +56,74 @@ def compute_in(module: nn.Module, dtype: torch.dtype) -> None:
             unconverted_forward=type(layer).forward if replaced is None else _Replaced(replaced),
             forward=MethodType(forward_converted, layer),
         )
+
+
+def keep_float32_routers(module: nn.Module, dtype: torch.dtype) -> None:
+    """Lets routers of experts compute in float32 under autocast where transformers' model of this dtype does.
+
+    DeepSeek-V3's, GLM-4.5's and many others convert tokens and weights to float32 before they multiply, since rounded
+    scores choose other experts. Autocast would convert both back. In other routers nothing changes.
+
+    Args:
+        module: before tensor parallelism, recomputation and compilation; weights may be on meta. Changed in place: only
+            the ``forward`` of such a router, on the instance.
+        dtype: the dtype of autocast.
+    """
+    answers: dict[type[nn.Module], bool] = {}
+    for layer in module.modules():
+        matrix = _router_matrix(layer)
+        if matrix is None:
+            continue
+        kind = type(layer)
+        if kind not in answers:
+            answers[kind] = _multiplies_in_float32(layer, matrix.shape, dtype)
+        if answers[kind]:
+            vars(layer).update(converted_dtype=dtype, forward=MethodType(forward_router, layer))
+
+
+def _router_matrix(layer: nn.Module) -> torch.Tensor | None:
+    """The matrix ``[experts, width]`` of a layer that may be a router; None of other layers."""
+    table = TABLES.get(type(layer).__name__)
+    if isinstance(layer, (*BY_AUTOCAST, nn.Embedding)) or any(name != table for name, _ in layer.named_children()):
+        return None
+    owner = layer if table is None else getattr(layer, table)
+    weight = owner._parameters.get("weight")
+    return weight if weight is not None and weight.ndim == 2 else None
+
+
+def _multiplies_in_float32(layer: nn.Module, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether a layer with a matrix of this shape, run on tokens in ``dtype`` with weights in it, gives float32."""
+    num_experts, width = shape
+    generator = torch.Generator().manual_seed(0)
+    tensors = {name: torch.randn(buffer.shape, generator=generator) for name, buffer in layer.named_buffers()}
+    for name, weight in layer.named_parameters():
+        tensors[name] = torch.randn(weight.shape, generator=generator).to(dtype)
+    tokens = torch.randn(NUM_TOKENS, width, generator=generator).to(dtype)
+    # some routers are given the bias that chooses experts by the layer around them
+    for arguments in ((tokens,), (tokens, torch.zeros(num_experts))):
+        try:
+            with torch.no_grad():
+                output = torch.func.functional_call(layer, tensors, arguments)
+        except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
+            continue  # no router, or one that needs more than tokens
+        scores = output[0] if isinstance(output, tuple) else output
+        return isinstance(scores, torch.Tensor) and scores.dtype == torch.float32
+    return False
+
+
+def forward_router(layer: nn.Module, *args: object, **kwargs: object) -> object:
+    """The forward of a router of ``keep_float32_routers``: without autocast, but tokens and weights in its dtype."""
+    forward = type(layer).forward
+    tokens, *others = args
+    assert isinstance(tokens, torch.Tensor)
+    device = tokens.device.type
+    if not torch.is_autocast_enabled(device):
+        return forward(layer, *args, **kwargs)
+    dtype = cast("torch.dtype", layer.converted_dtype)
+    table = TABLES.get(type(layer).__name__)
+    owner = layer if table is None else cast("nn.Module", getattr(layer, table))
+    with torch.autocast(device, enabled=False):
+        return with_weights_in(owner, dtype, forward, layer, tokens.to(dtype), *others, **kwargs)
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""The identity of a run, which a resume must find unchanged: data, seed, and the numbers that choose a step's samples.
+"""The identity of a run, which a resume must find unchanged: data, seed, the numbers that choose a step's samples, and
+the scale of adapters.
 
 A checkpoint holds a position in the data. With other data, or steps of another size, the position would mean other
 samples: some would be trained twice and others never, without any sign of it.
@@ -45,7 +46,7 @@ def identify(config: TaskConfig, content: Mapping[str, str], numbers: Mapping[st
     """Computes the identity of a run, and refuses a resume with another one before anything is built or written.
 
     Args:
-        config: of the task; the fields of ``data`` and ``train.seed`` count.
+        config: of the task; the fields of ``data``, ``train.seed`` and the scale of ``model.lora`` count.
         content: digests of the data's content, by the field that names the data.
         numbers: the numbers that choose which samples a step takes, by field.
 
@@ -57,6 +58,9 @@ def identify(config: TaskConfig, content: Mapping[str, str], numbers: Mapping[st
         del data["shuffle_buffer"]  # streams alone use it
     train = config.train
     identity = flatten({"data": data}) | {"train.seed": train.seed} | dict(content) | dict(numbers or {})
+    lora = getattr(getattr(config, "model", None), "lora", None)
+    if lora is not None:  # the same adapters under another scale are another model
+        identity |= {"model.lora.alpha": lora.alpha, "model.lora.variant": lora.variant}
     folder = _find_wanted(Path(train.output_dir), train.load_checkpoint_path)
     if folder is not None:
         compare_identity(read_values(folder).get(KEY), identity, folder)

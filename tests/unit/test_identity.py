@@ -180,6 +180,17 @@ def test_where_data_lies_and_how_it_is_read_may_change(tmp_path: Path) -> None:
     assert identify(load_config(TrainTextConfig, overrides=streamed), {})["data.shuffle_buffer"] == 5
 
 
+@pytest.mark.parametrize(("here", "changed"), [({"alpha": 16.0}, "alpha was 8.0"), ({"variant": "rslora"}, "variant")])
+def test_adapters_under_another_scale_are_another_model(tmp_path: Path, here: dict[str, object], changed: str) -> None:
+    def identity(**lora: object) -> dict[str, object]:
+        overrides = tiny_text_config(tmp_path, model={"lora": {"rank": 4, "alpha": 8.0, **lora}})
+        return identify(load_config(TrainTextConfig, overrides=overrides), {})
+
+    assert identity(dropout=0.1) == identity(), "which may change"
+    with pytest.raises(CheckpointError, match=rf"model\.lora\.{changed}"):
+        compare_identity(identity(), identity(**here), Path("checkpoint"))
+
+
 def test_a_resume_is_compared_before_anything_is_built(tmp_path: Path) -> None:
     folder = tmp_path / "run/checkpoints/global_step_3"
     folder.mkdir(parents=True)

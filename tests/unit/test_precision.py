@@ -9,6 +9,7 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch._dynamo.utils import counters
+from transformers import AutoModelForCausalLM
 
 from sfumato.config.parallel import ParallelConfig
 from sfumato.parallel import expert
@@ -16,9 +17,10 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.memory import apply_memory_savings
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
-from sfumato.parallel.plan import find_blocks
+from sfumato.parallel.plan import find_blocks, language_plan
 from sfumato.parallel.precision import compute_in
 from tests.dist.cases import CASES, build
+from tests.survey.tiny_configs import tiny_config
 
 KINDS = ("dense", "moe", "sd3", "wan")
 ALONE = Mesh(Layout(), torch.device("cpu"))
@@ -150,3 +152,36 @@ def test_float32_experts_stay_as_transformers_computes_them():
     before = plain.config._experts_implementation
     module = parallelize(plain, ALONE, ParallelConfig(), CASES["moe"].plan(plain), None)
     assert module.config._experts_implementation == before != expert.GROUPED
+
+
+def first_router(module: nn.Module) -> nn.Module:
+    return next(layer for layer in module.modules() if type(layer).__name__.endswith(("TopkRouter", "TopKRouter")))
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [
+        ("deepseek_v3", torch.float32),
+        ("hy_v3", torch.float32),  # is given its bias by the layer around it
+        ("longcat_flash", torch.float32),  # reads the weight of a linear layer
+        ("qwen3_moe", torch.bfloat16),  # transformers itself rounds these scores
+    ],
+)
+def test_routers_give_the_scores_of_transformers_model_in_bf16(kind, dtype):
+    torch.manual_seed(0)
+    plain = AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+    router = first_router(float32_weights_in_bf16(copy.deepcopy(plain)))
+    trained = first_router(parallelize(plain, ALONE, ParallelConfig(), language_plan(plain), torch.bfloat16))
+    tokens = torch.randn(50, 32).to(torch.bfloat16)
+    more = (torch.zeros(4),) if kind == "hy_v3" else ()
+    scores, weights, chosen = router(tokens, *more)
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = trained(tokens, *more)
+        assert trained(tokens.float(), *more)[0].dtype == dtype, "layer norms of autocast give float32"
+    assert scores.dtype == dtype
+    for output, expected in zip(outputs, (scores, weights, chosen), strict=True):
+        assert output.dtype == expected.dtype
+        assert torch.equal(output, expected)
+    outputs[0].sum().backward()
+    assert all(weight.dtype == torch.float32 for weight in trained.parameters())
+    assert trained(tokens.float(), *more)[0].dtype == torch.float32, "without autocast nothing is rounded"

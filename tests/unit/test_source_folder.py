@@ -17,7 +17,9 @@ from sfumato.checkpoint.export import export_model
 from sfumato.commands.check_config import check_config
 from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config
+from sfumato.config.sections import LoraConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
+from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.parts import build_byte_tokenizer, read_model_config
@@ -61,6 +63,28 @@ def assert_same_weights(source: Path, export: Path) -> None:
     assert before.keys() == after.keys()
     for name, weight in before.items():
         assert weight.dtype == after[name].dtype and torch.equal(weight, after[name]), name
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "flint"])  # a buffer; parameters
+def test_frozen_weights_are_float32_where_transformers_loads_them_so_also_on_meta(tmp_path: Path, kind: str) -> None:
+    folder = write_model(tmp_path / "model", "deepseek_v3") if kind == "deepseek_v3" else tmp_path / "model"
+    if kind != "deepseek_v3":
+        AutoModelForCausalLM.from_config(tiny_config(kind)).save_pretrained(folder)
+    model_config = LanguageModelConfig(
+        model_path=str(folder), tokenizer_path="bytes", dtype="bf16", lora=LoraConfig(rank=2)
+    )
+    expected, found = {}, {}
+    for device, tensors in (("cpu", expected), ("meta", found)):
+        train = TextTrainConfig(output_dir="unused", init_device=device)
+        model = build_language_model(model_config, train)
+        model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
+        tensors |= {**dict(model.module.named_parameters()), **dict(model.module.named_buffers())}
+    kept = "e_score_correction_bias" if kind == "deepseek_v3" else "gate.weight"
+    assert {tensor.dtype for name, tensor in expected.items() if name.endswith(kept)} == {torch.float32}
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert tensor.dtype == found[name].dtype and torch.equal(tensor, found[name]), name
+        assert tensor.requires_grad == found[name].requires_grad, name
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}], ids=["full", "lora merged"])

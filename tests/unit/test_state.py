@@ -127,6 +127,38 @@ def test_a_learning_rate_that_does_not_go_on_is_said(tmp_path, settings, rate):
         assert load_state(state_of(make().model, **settings), folder) == []
 
 
+def test_parameters_in_other_groups_are_no_other_learning_rate(tmp_path):
+    state = make()
+    train(state, TOTAL_STEPS)
+    folder = save_state(state, tmp_path)
+    path = folder / "state.json"
+    values = json.loads(path.read_text())
+    (rate,) = {*values["learning_rates"]}
+    path.write_text(json.dumps(values | {"learning_rates": [rate] * 5}))
+    assert load_state(make(), folder) == []
+    path.write_text(json.dumps(values | {"learning_rates": [rate, 10 * rate]}))
+    (said,) = load_state(make(), folder)
+    assert said.startswith("the learning rate goes on at 0.001, and not at 0.01, 0.001, as")
+
+
+@pytest.mark.parametrize("optimizers", [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_another_optimiser_is_refused(tmp_path, optimizers):
+    torch.manual_seed(0)
+    folder = None
+    for optimizer in optimizers:
+        module = nn.ModuleDict({"layers": nn.ModuleList([nn.Linear(4, 4)]), "head": nn.Linear(4, 4)})
+        config = DitTrainConfig(output_dir="unused", optimizer=optimizer)
+        state = TrainState(module, *build_optimizer(module, config, 1))
+        if folder is None:
+            sum(parameter.sum() for parameter in module.parameters()).backward()
+            state.optimizer.step()
+            folder = save_state(state, tmp_path)
+        else:
+            with pytest.raises(CheckpointError, match=r"layers\.0\.weight/.*restore train\.optimizer"):
+                load_state(state, folder)
+            assert not state.optimizer.state
+
+
 @pytest.mark.parametrize("stop", range(TOTAL_STEPS))
 def test_stopping_and_resuming_changes_no_bit(tmp_path, stop):
     undisturbed = make()

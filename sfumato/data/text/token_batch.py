@@ -86,6 +86,8 @@ class TokenBatch:
     """Under sequence parallelism, the column of each token in the whole row."""
     output_columns: Int64[Tensor, "kept"] | None = None
     """Columns of a packed row for which the model's output is computed; None is all."""
+    is_token: Bool[Tensor, "batch length"] | None = None
+    """With ``train.expert_bias_rate``: false for padding, which no expert's load counts."""
     whole_rows: TokenBatch | None = None
     """The batch before its rows were cut, for a model that cuts them itself after it has put the images in."""
 
@@ -103,6 +105,16 @@ class TokenBatch:
     def num_labels(self) -> int:
         """Tokens that have a label. Waits for the device."""
         return int(self.loss_mask.sum())
+
+    def token_mask(self) -> Bool[Tensor, "batch length"]:
+        """Whether each place holds a token of a document, not padding, on the CPU; not for a part of cut rows."""
+        num_rows, length = self.shape
+        columns = torch.arange(length)
+        # a packed row has its padding at the end, other rows each at their own
+        if num_rows == 1:
+            return (columns < sum(self.document_lengths))[None]
+        lengths = torch.tensor(self.document_lengths + [0] * (num_rows - len(self.document_lengths)))
+        return columns < lengths[:, None]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors ``[B, T, ...]`` by field: those that padding, devices and sequence parallelism treat alike."""

@@ -46,6 +46,7 @@ def forward_per_document(
     mesh: Mesh,
     same_length: bool,
     idle: IdleImage | None = None,
+    before_call: Callable[[Tensor], None] | None = None,
     after_call: Callable[[Tensor], None] | None = None,
 ) -> Tensor:
     """The model's output for the tokens of packed rows, computed with a row for each document.
@@ -56,6 +57,8 @@ def forward_per_document(
         mesh: the ranks; all of them call ``forward`` the same number of times.
         same_length: only documents of equal length share a call, for models whose output depends on the longest row.
         idle: for a model that sees; ``forward`` then also takes the ``MultimodalInputs`` of the ``[N, L]`` tokens.
+        before_call: called before each ``forward`` with what is a token in its ``[N, L]``, bool on the device; never
+            called for a model that sees.
         after_call: called after each ``forward`` with the indices of its ``[N, L]`` tokens among the ``B * T`` tokens
             of the batch, int64 on the CPU, -1 for padding; never called for a model that sees.
 
@@ -79,6 +82,9 @@ def forward_per_document(
         is_token = to_device(is_token_cpu, device)
         ids = input_ids[indices].masked_fill(~is_token, 0)
         if idle is None:
+            if before_call is not None:
+                # padding of the packed row is a document like others here
+                before_call(is_token if batch.is_token is None else is_token & batch.is_token.flatten()[indices])
             output = forward(ids)
             if after_call is not None:
                 after_call(torch.where(is_token_cpu, indices_cpu, -1))
@@ -95,6 +101,8 @@ def forward_per_document(
     for _ in range(num_calls - len(groups)):
         single_token = torch.zeros(1, 1, dtype=torch.int64, device=device)
         if idle is None:
+            if before_call is not None:
+                before_call(single_token != 0)  # it is no token of the batch
             output = forward(single_token)
         else:
             inputs = _gather_inputs(batch, single_token, single_token == 0, {})

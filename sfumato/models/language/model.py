@@ -111,6 +111,7 @@ class LanguageModel(PackedModel[TokenScores]):
             # without its output layer the module returns hidden states, or what its tail makes of them, as logits
             return self._output_layer.hidden(output.logits) if self._chunked else output.logits
 
+        self._mark_tokens(batch.is_token)
         with self.autocast():
             if self.row_layout.rows == "documents":
                 output = forward_per_document(
@@ -119,6 +120,7 @@ class LanguageModel(PackedModel[TokenScores]):
                     self.mesh,
                     self.row_layout.same_length,
                     self._idle_image(),
+                    before_call=self._mark_tokens,
                     after_call=places.append,
                 )
             else:

@@ -303,6 +303,8 @@ class PackedModel(ABC, Generic[Output]):
             every_token: whether the output is wanted for tokens without a label, too.
         """
         whole = self._pad_to_multiple(self._number_columns(batch))
+        if self.balancer is not None:
+            whole = replace(whole, is_token=whole.token_mask() & (not batch.is_placeholder))
         # chosen in host memory, where labels can be looked at without waiting for the device
         output_columns = None if every_token else self._output_columns(whole)
         whole = whole.with_tensors(self._to_device(whole.tensors()))
@@ -423,6 +425,11 @@ class PackedModel(ABC, Generic[Output]):
         numbers = Numbers()
         numbers.add_all(**self.balancer.update())
         return dict(numbers.named())
+
+    def _mark_tokens(self, is_token: Tensor | None) -> None:
+        """Tells which tokens ``[B, T]`` of the next forward pass are no padding, which experts' loads leave out."""
+        if self.balancer is not None:
+            self.balancer.is_token = None if is_token is None else is_token.flatten()
 
     def sum_over_sequence(self, values: Tensor) -> Tensor:
         """Sums a tensor of any shape over the ranks that share a sequence; each rank's part gets its own gradient."""

@@ -27,6 +27,7 @@ from sfumato.models.language.packed_attention import ATTENTION, register_packed_
 from sfumato.models.language.source_folder import (
     dequantizing,
     forget_what_is_not_exported,
+    keep_float32,
     refuse_loss_terms,
     refuse_other_head,
 )
@@ -136,7 +137,9 @@ def build_module(
         return module
 
     if train.init_device == "meta":
-        return cast("PreTrainedModel", build_on_meta(make)), make
+        module = cast("PreTrainedModel", build_on_meta(make))
+        keep_float32(module, dtype)
+        return module, make
     if source is None:
         from sfumato.parallel.random_weights import build_with_random_weights
 

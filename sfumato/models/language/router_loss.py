@@ -237,21 +237,10 @@ class StepRouterLoss:
             return 0.0
         assert logits is not None
         share = sum(batch.document_lengths) / self._num_tokens
-        aux_loss = self._loss.of(logits, _is_token(batch)) * share
+        aux_loss = self._loss.of(logits, batch.token_mask()) * share
         self.numbers.add(aux_loss)
         return self._loss.coefficient * aux_loss
 
     def metrics(self) -> dict[str, float]:
         """``aux_loss`` of the step over all ranks, without the coefficient; nothing for a model without the loss."""
         return {} if self._loss is None else {"aux_loss": self._mesh.sum(sum(self.numbers))}
-
-
-def _is_token(batch: TokenBatch) -> Tensor:
-    """Whether each place of a micro-batch holds a token of a document, not padding: bool ``[B, T]`` on the CPU."""
-    num_rows, length = batch.shape
-    columns = torch.arange(length)
-    # a packed row has its padding at the end, other rows each at their own
-    if num_rows == 1:
-        return (columns < sum(batch.document_lengths))[None]
-    lengths = torch.tensor(batch.document_lengths + [0] * (num_rows - len(batch.document_lengths)))
-    return columns < lengths[:, None]

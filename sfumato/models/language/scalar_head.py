@@ -168,9 +168,12 @@ class ScalarModel(PackedModel[Tensor]):
             assert values is not None
             return values + 0.0 * pooled.sum()  # fsdp waits for the gradient of what a module returns
 
+        self._mark_tokens(batch.is_token)
         with self.autocast():
             if self.row_layout.rows == "documents":
-                values = forward_per_document(compute_values, batch, self.mesh, self.row_layout.same_length)
+                values = forward_per_document(
+                    compute_values, batch, self.mesh, self.row_layout.same_length, before_call=self._mark_tokens
+                )
             else:
                 values = compute_values(batch.input_ids, batch.position_ids)
         return values[..., 0]

@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.weight_files import converted, open_weights
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
+    from transformers import PreTrainedConfig, PreTrainedModel
     from transformers.utils.quantization_config import QuantizationConfigMixin
 
 DEQUANTIZED = {"mxfp4": "Mxfp4Config", "fp8": "FineGrainedFP8Config"}
@@ -195,6 +195,26 @@ def _read_end_rows(path: Path, name: str) -> Tensor:
     with safe_open(path, framework="pt") as file:
         rows = file.get_slice(name)
         return torch.cat([rows[:COMPARED_ROWS], rows[-COMPARED_ROWS:]])
+
+
+def keep_float32(module: PreTrainedModel, dtype: torch.dtype | None) -> None:
+    """Gives float32 to the weights and buffers that transformers loads in it beside others in half precision.
+
+    Among them is the bias that chooses the experts of DeepSeek-V3: in bfloat16 its values near 7 would be 1/32 apart.
+
+    Args:
+        module: on meta; weights that are read into it take its dtypes. Changed in place.
+        dtype: of the other weights.
+    """
+    parts = [] if dtype is None else [*module._get_dtype_plan(dtype)]
+    pattern = re.compile(rf"(^|\.)({'|'.join(parts)})($|\.)")
+    for prefix, owner in module.named_modules() if parts else ():
+        for name, weight in owner._parameters.items():
+            if weight is not None and weight.dtype == dtype and pattern.search(f"{prefix}.{name}"):
+                owner._parameters[name] = nn.Parameter(weight.float(), weight.requires_grad)
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.dtype == dtype and pattern.search(f"{prefix}.{name}"):
+                owner._buffers[name] = buffer.float()
 
 
 def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
