@@ -73,11 +73,11 @@ class PretendedDevice:
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor would be on the device."""
         key = _storage(tensor)
-        known = self.storages.get(key)
-        if known is not None and known.expired():
+        reference = self.storages.get(key)
+        if reference is not None and reference.expired():
             del self.storages[key]
             return False
-        return known is not None
+        return reference is not None
 
     def take(self, tensor: Tensor) -> Tensor:
         """Notes that a tensor is on the device."""
@@ -119,10 +119,10 @@ class _Functions(TorchFunctionMode):
         if name == "__get__" and getattr(func, "__self__", None) is torch.Tensor.device:
             result = func(*args, **kwargs)
             return DEVICE if result.type == "cpu" and device.holds(args[0]) else result
-        own = args[0] if args and isinstance(args[0], Tensor) else None
-        if name in READS and own is not None and device.holds(own):
+        tensor = args[0] if args and isinstance(args[0], Tensor) else None
+        if name in READS and tensor is not None and device.holds(tensor):
             device.wait(name)
-            result = func(own.clone() if name in ("cpu", "numpy") else own, *args[1:], **kwargs)
+            result = func(tensor.clone() if name in ("cpu", "numpy") else tensor, *args[1:], **kwargs)
             return device.leave(result) if isinstance(result, Tensor) else result
         before = device.is_computing
         device.is_computing = name != "backward" and any(map(device.holds, _tensors(args, kwargs)))
@@ -131,7 +131,7 @@ class _Functions(TorchFunctionMode):
         finally:
             device.is_computing = before
         if func is torch.Tensor.to or name in ("to", "type_as"):
-            return self._moved(own, result, args, kwargs)
+            return self._moved(tensor, result, args, kwargs)
         asked = kwargs.get("device")
         if asked is not None and isinstance(result, Tensor) and torch.device(asked) == DEVICE:
             if name in ("tensor", "as_tensor", "asarray"):
@@ -141,19 +141,19 @@ class _Functions(TorchFunctionMode):
                 device.take(leaf)
         return result
 
-    def _moved(self, own: Tensor, actual: Tensor, args: Any, kwargs: Any) -> Tensor:
-        target = kwargs.get("device", next((each for each in args[1:] if isinstance(each, torch.device | str)), None))
-        like = next((each for each in args[1:] if isinstance(each, Tensor)), None)
+    def _moved(self, tensor: Tensor, actual: Tensor, args: Any, kwargs: Any) -> Tensor:
+        target = kwargs.get("device", next((arg for arg in args[1:] if isinstance(arg, torch.device | str)), None))
+        like = next((arg for arg in args[1:] if isinstance(arg, Tensor)), None)
         if like is not None:
             target = DEVICE if self.device.holds(like) else HOST
         if target is None:
             return actual
-        target, source = torch.device(target), DEVICE if self.device.holds(own) else HOST
-        if target.type != "cpu" or own.device.type != "cpu":
+        target, source = torch.device(target), DEVICE if self.device.holds(tensor) else HOST
+        if target.type != "cpu" or tensor.device.type != "cpu":
             return actual
         if target == source:  # cpu:0 is another device than cpu for torch, which copies
-            return own if actual.dtype == own.dtype and not kwargs.get("copy") else actual
-        flags = [each for each in args[1:] if isinstance(each, bool)]
+            return tensor if actual.dtype == tensor.dtype and not kwargs.get("copy") else actual
+        flags = [arg for arg in args[1:] if isinstance(arg, bool)]
         if not (kwargs.get("non_blocking") or flags[:1] == [True]) or target == HOST:
             self.device.wait(f"to {'host' if target == HOST else 'device'}")
         actual = actual.clone()
@@ -169,17 +169,17 @@ class _Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, device = kwargs or {}, self.device
-        given = _tensors(args, kwargs)
-        mine = [each for each in given if device.holds(each)]
+        tensors = _tensors(args, kwargs)
+        mine = [tensor for tensor in tensors if device.holds(tensor)]
         if not mine:
             result = func(*args, **kwargs)
-            if device.is_computing and not given:
+            if device.is_computing and not tensors:
                 for tensor in _tensors(result):
                     device.take(tensor)
             return result
         name = func.name().removeprefix("aten::").partition(".")[0]
         others = [
-            tensor for tensor in given if tensor.ndim > 0 and tensor.device.type == "cpu" and not device.holds(tensor)
+            tensor for tensor in tensors if tensor.ndim > 0 and tensor.device.type == "cpu" and not device.holds(tensor)
         ]
         if name in SYNCHRONISES or (name == "repeat_interleave" and kwargs.get("output_size") is None):
             device.wait(name)
@@ -234,8 +234,8 @@ def pretend_device() -> Iterator[PretendedDevice]:
         yield device
 
 
-def _tensors(*given: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+def _tensors(*nested: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(nested) if isinstance(leaf, Tensor)]
 
 
 def _storage(tensor: Tensor) -> int:

@@ -56,7 +56,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
     results = [list_checkpoints(path / "checkpoints") for path in (left, right)]
-    last = [each[max(each)] for each in results]
+    last = [checkpoints[max(checkpoints)] for checkpoints in results]
     assert tensors_in(last[0]) == tensors_in(last[1])
     assert values_in(last[0]) == values_in(last[1])
     assert not list((left / "checkpoints").glob("*.tmp"))
@@ -113,8 +113,8 @@ class RoleRun:
         path = self.folder / "processes.json"
         if not path.exists():
             return []
-        known = [load for load in json.loads(path.read_text()) if role in (None, load["role"])]
-        return [entry for entry in known if is_alive(entry["pid"]) and self.mark in _text(entry["pid"], "environ")]
+        processes = [load for load in json.loads(path.read_text()) if role in (None, load["role"])]
+        return [entry for entry in processes if is_alive(entry["pid"]) and self.mark in _text(entry["pid"], "environ")]
 
     def wait_for_step(self, step: int, timeout_s: float = 180.0) -> None:
         """Until metrics.jsonl has that step."""

@@ -137,7 +137,7 @@ def run_layer(lengths: tuple[int, ...], **config: Any) -> dict[str, torch.Tensor
     experts = next(iter(find_experts(module, "").values()))
     parallelize(module, mesh, parsed, language_plan(module))
     mine = tokens_of(lengths) if mesh.size == 1 else tokens_of(lengths)[mesh.rank : mesh.rank + 1]
-    states, chosen, weights = (torch.cat(each) for each in zip(*mine, strict=True))
+    states, chosen, weights = (torch.cat(parts) for parts in zip(*mine, strict=True))
     output = experts(states.requires_grad_(), chosen, weights.requires_grad_())
     output.square().sum().backward()
     return {
@@ -152,13 +152,13 @@ def run_layer(lengths: tuple[int, ...], **config: Any) -> dict[str, torch.Tensor
 @pytest.mark.parametrize("lengths", [(0, 5, 3, 0), (0, 0, 0, 0)], ids=["some", "none"])
 def test_ranks_and_experts_without_tokens(lengths, ranks):
     expected = run_layer(lengths)
-    for rank, found in enumerate(ranks.run(4, functools.partial(run_layer, lengths, expert_parallel_size=4))):
+    for rank, outcome in enumerate(ranks.run(4, functools.partial(run_layer, lengths, expert_parallel_size=4))):
         for name in ("gate_up_proj", "down_proj"):
-            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-6)
-            assert not found[name][[2, 3, 4, 6, 7]].any()
+            torch.testing.assert_close(outcome[name], expected[name], rtol=1e-5, atol=1e-6)
+            assert not outcome[name][[2, 3, 4, 6, 7]].any()
         for name in ("output", "states", "weights"):
             part = expected[name].split(lengths)[rank]
-            torch.testing.assert_close(found[name], part, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(outcome[name], part, rtol=1e-5, atol=1e-6)
 
 
 def cut_on_meta() -> list[tuple[bool, bool, tuple[int, ...], tuple[int, ...]]]:
@@ -174,8 +174,8 @@ def cut_on_meta() -> list[tuple[bool, bool, tuple[int, ...], tuple[int, ...]]]:
 
 
 def test_weights_on_meta_stay_there(ranks):
-    for found in ranks.run(2, cut_on_meta):
-        assert found == 3 * [(True, False, (8, 32, 32), (4, 32, 32)), (True, False, (8, 32, 16), (4, 32, 16))]
+    for experts in ranks.run(2, cut_on_meta):
+        assert experts == 3 * [(True, False, (8, 32, 32), (4, 32, 32)), (True, False, (8, 32, 16), (4, 32, 16))]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,10 +229,10 @@ def balance(kind: str, **config: Any) -> tuple[list[dict[str, float]], dict[str,
 def test_biases_are_those_of_one_process(kind, config, ranks):
     metrics, biases = balance(kind)
     assert all(bias.abs().max() > 0.04 for bias in biases.values())
-    for found in ranks.run(4, functools.partial(balance, kind, **config)):
-        assert found[0] == metrics
-        assert found[1].keys() == biases.keys()
-        assert all(torch.equal(value, biases[name]) for name, value in found[1].items())
+    for actual_metrics, actual_biases in ranks.run(4, functools.partial(balance, kind, **config)):
+        assert actual_metrics == metrics
+        assert actual_biases.keys() == biases.keys()
+        assert all(torch.equal(value, biases[name]) for name, value in actual_biases.items())
 
 
 def test_counts_and_moves():
@@ -281,8 +281,8 @@ def test_a_bias_chooses_but_does_not_weigh(make):
     for left, right in zip(router(tokens), (logits, weights, chosen), strict=True):
         torch.testing.assert_close(left, right)
     scores = logits.float().softmax(-1)
-    kept = scores.gather(1, chosen)
-    factor = (weights / kept)[:, :1] * (kept.sum(1, keepdim=True) if make is not deepseek_v2 else 1)
+    chosen_scores = scores.gather(1, chosen)
+    factor = (weights / chosen_scores)[:, :1] * (chosen_scores.sum(1, keepdim=True) if make is not deepseek_v2 else 1)
     router.e_score_correction_bias[6] = 5.0
     _, weights, chosen = router(tokens)
     assert (chosen == 6).any(1).all()

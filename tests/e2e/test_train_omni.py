@@ -66,15 +66,15 @@ def test_the_loss_is_two_means_and_codes_are_what_the_image_tokenizer_says(setti
 
     parsed = load_config(TrainOmniConfig, write_config(config, tmp_path / "config.yaml"))
     mesh, model = build_mesh(parsed.train), build_omni_model(parsed)
-    given = (print, None, lambda length: float(length))
-    loader, _, _ = open_text_data(parsed, model.tokenizer, mesh, *given, sight=_sight(model))
+    printing_and_costs = (print, None, lambda length: float(length))
+    loader, _, _ = open_text_data(parsed, model.tokenizer, mesh, *printing_and_costs, sight=_sight(model))
     (_, batches) = next(iter(loader.steps(from_step=0)))
     sums, counts = {True: 0.0, False: 0.0}, {True: 0, False: 0}
     for batch in batches:
         for number in range(len(batch.document_lengths)):
-            own = batch.document_ids[0] == number
-            own[sum(batch.document_lengths) :] = False
-            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
+            in_document = batch.document_ids[0] == number
+            in_document[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, in_document], batch.labels[0, in_document]
             with torch.no_grad():
                 logits = model.module.eval()(input_ids=ids[None], **batch.media[number]).logits[0]
             losses = -logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
@@ -92,22 +92,22 @@ def test_hidden_prompts_and_guidance(settings: dict, tmp_path: Path) -> None:
     """A hidden prompt is padding up to the answer; guidance 0 draws what no prompt draws, whatever the prompt."""
     parsed = load_config(TrainOmniConfig, write_config(settings, tmp_path / "config.yaml"))
     mesh, model = build_mesh(parsed.train), build_omni_model(parsed)
-    given = (print, None, lambda length: float(length))
-    loader, validation, _ = open_text_data(parsed, model.tokenizer, mesh, *given, sight=_sight(model))
+    printing_and_costs = (print, None, lambda length: float(length))
+    loader, validation, _ = open_text_data(parsed, model.tokenizer, mesh, *printing_and_costs, sight=_sight(model))
     model.parallelize(mesh, parsed.train)
     (_, batches) = next(iter(loader.steps(from_step=0)))
     for batch in batches:
         actual = drop_prompts(batch, model.codes, 1.0, 0, 0, 0).input_ids
         before, labels, kinds = (getattr(batch, name) for name in ("input_ids", "labels", "modality_ids"))
         for number in range(len(batch.document_lengths)):
-            own = batch.document_ids[0] == number
-            own[sum(batch.document_lengths) :] = False
-            draws = is_image(labels[0, own], model.codes).any()
-            prompt = (labels[0, own] != IGNORED).cumsum(0) - (labels[0, own] != IGNORED).long() == 0
-            expected = torch.where(prompt & (kinds[0, own] == 0) & draws, 0, before[0, own])
-            assert torch.equal(actual[0, own], expected)
+            in_document = batch.document_ids[0] == number
+            in_document[sum(batch.document_lengths) :] = False
+            draws = is_image(labels[0, in_document], model.codes).any()
+            prompt = (labels[0, in_document] != IGNORED).cumsum(0) - (labels[0, in_document] != IGNORED).long() == 0
+            expected = torch.where(prompt & (kinds[0, in_document] == 0) & draws, 0, before[0, in_document])
+            assert torch.equal(actual[0, in_document], expected)
     drawing = [prompt for prompt in validation.prompts if any(token in model.codes for token in prompt.answer)]
-    drawing = [each for each in drawing if each.images is None]
+    drawing = [prompt for prompt in drawing if prompt.images is None]
     one, other = drawing[0], drawing[-1]
     assert one.input_ids != other.input_ids and len(one.input_ids) == len(other.input_ids)
     free, guided = (draw_images(model, [one, other], scale, 0.0, 0) for scale in (0.0, 1.0))
@@ -167,11 +167,11 @@ def test_what_is_drawn_in_rl_is_rewarded_as_an_image(whole: Path, tmp_path: Path
     prompt = TextPrompt((5, 6), "Draw it.", None)
     texts = ["".join(CODE.format(code) for code in codes), CODE.format(0) * 2 + "a" + CODE.format(0)]
     other = tokenizer("a")["input_ids"][0]
-    for given, is_whole in (([first + code for code in codes], True), ([first, first, other, first], False)):
+    for token_ids, is_whole in (([first + code for code in codes], True), ([first, first, other, first], False)):
         engine, keys, limits = ScriptedEngine(tokenizer, [texts.pop(0)]), SampleKeys(0, 0, 0), LengthLimits(8, 64)
         drawn = asyncio.run(kind.draw(engine, prompt, keys, Sampling(), template, limits))
         (sequence,) = drawn.sequences
-        assert sequence.token_ids[sequence.drawn].tolist() == given
+        assert sequence.token_ids[sequence.drawn].tolist() == token_ids
         model = VQModel.from_pretrained(folder / "image_tokenizer")
         latents = model.quantize.get_codebook_entry(torch.tensor(codes), (1, 2, 2, 4))
         pixels = model.decode(latents, force_not_quantize=True).sample[0].permute(1, 2, 0).detach()

@@ -57,8 +57,8 @@ def again(trained: tuple[str, dict[str, Any], Path], exported: tuple[Any, Any]) 
     parsed = load_config(TrainOmniConfig, write_config(merge(config, {"model": model}), run / "again.yaml"))
     mesh, built = build_mesh(parsed.train), build_omni_model(parsed)
     flops = FlopCount(built.module, built.vision)
-    given = (print, None, flops.of_document, flops.sight)
-    loader, validation, _ = open_text_data(parsed, built.tokenizer, mesh, *given)
+    printing_and_costs = (print, None, flops.of_document, flops.sight)
+    loader, validation, _ = open_text_data(parsed, built.tokenizer, mesh, *printing_and_costs)
     built.parallelize(mesh, parsed.train)
     for model in (exported[0], built.plain):
         generator = torch.Generator().manual_seed(1)
@@ -77,13 +77,13 @@ def test_losses_are_those_of_transformers_processor_and_model(trained: Any, expo
     for (scores, placed), batch in zip(built.score(validation.batches), validation.batches, strict=True):
         ours = scores.log_probs(placed.labels)[0]
         for number in range(len(batch.document_lengths)):
-            own = batch.document_ids[0] == number
-            own[sum(batch.document_lengths) :] = False
-            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
+            in_document = batch.document_ids[0] == number
+            in_document[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, in_document], batch.labels[0, in_document]
             row_index = 50 + batch.sample_ids[number]
             tokens, result = REFERENCES[kind](plain, processor, built, row_index, labels)
             assert torch.equal(tokens, ids)
-            assert torch.allclose(ours[own], result, atol=1e-6, rtol=1e-6)
+            assert torch.allclose(ours[in_document], result, atol=1e-6, rtol=1e-6)
             compared |= {(row_index % 4, bool(is_image(labels, built.codes).any()))}
     assert compared == {(0, False), (1, False), (2, True), (3, True)}
 
@@ -110,8 +110,8 @@ def _emu3(
     images = [*seen, *([drawn] if drawn is not None else [])]
     tokens, logits, codes = [], None, []
     for image in images:  # one by one: beside a larger one transformers fills an image up, and its codes are others
-        given = processor.image_processor(image, return_tensors="pt")
-        codes.append(plain.model.get_image_tokens(**given))
+        features = processor.image_processor(image, return_tensors="pt")
+        codes.append(plain.model.get_image_tokens(**features))
     sizes = [processor.image_processor(image)["image_sizes"][0] for image in images]
     parts = text.split(processor.image_token)
     with_images = parts[0]
@@ -142,8 +142,8 @@ def _janus(
     if drawn is not None:
         head, _, tail = text.rpartition(processor.image_token)
         head, tail = head + begin, end + tail
-    given = processor(text=[head], images=seen or None, return_tensors="pt")
-    begun, rest = given["input_ids"][0], processor.tokenizer(tail, add_special_tokens=False)["input_ids"]
+    inputs = processor(text=[head], images=seen or None, return_tensors="pt")
+    begun, rest = inputs["input_ids"][0], processor.tokenizer(tail, add_special_tokens=False)["input_ids"]
     size = plain.config.text_config.vocab_size
     tokens = torch.cat(
         [begun, torch.tensor([size + code for code in codes], dtype=torch.int64), torch.tensor(rest).long()]
@@ -151,7 +151,7 @@ def _janus(
     with torch.no_grad():
         parts = [plain.get_input_embeddings()(begun)]
         if seen:
-            features = plain.model.get_image_features(given["pixel_values"], return_dict=True).pooler_output
+            features = plain.model.get_image_features(inputs["pixel_values"], return_dict=True).pooler_output
             parts[0][begun == plain.config.image_token_id] = features.flatten(0, 1)
         if codes:
             parts.append(plain.prepare_embeddings_for_image_generation(torch.tensor(codes)))
@@ -213,9 +213,12 @@ def test_what_is_frozen_by_name_stays(trained: Any, tmp_path: Path) -> None:
     model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
     more = {"model": model | {"freeze": [pattern]}, "train": {"output_dir": str(tmp_path / "run"), "max_steps": 1}}
     before, after = (weights_in(path / "hf_ckpt") for path in (run, run_task_here("train_omni", merge(config, more))))
-    left = {"emu3": ("embed_tokens", "lm_head", "text_model.norm", "text_model.model.norm"), "janus": ("generation_",)}
+    trained_parts = {
+        "emu3": ("embed_tokens", "lm_head", "text_model.norm", "text_model.model.norm"),
+        "janus": ("generation_",),
+    }
     changed = {name for name in before if before[name] != after[name]}
-    assert changed and all(any(part in name for part in left[kind]) for name in changed)
+    assert changed and all(any(part in name for part in trained_parts[kind]) for name in changed)
 
 
 @pytest.mark.slow
@@ -235,7 +238,7 @@ def test_weights_on_meta_are_those_of_the_folder(trained: Any, tmp_path: Path) -
     model = {"unified": {"config_path": None, "model_path": str(run / "hf_ckpt")}, "tokenizer_path": None}
     train = {"output_dir": str(tmp_path / "run"), "max_steps": 1, "init_device": "meta"}
     again = run_task_here("train_omni", merge(config, {"model": model, "train": train}))
-    first, last = (_evaluated(each, step) for each, step in ((again, 0), (run, 6)))
+    first, last = (_evaluated(folder, step) for folder, step in ((again, 0), (run, 6)))
     assert first == pytest.approx(last, rel=1e-6)
 
 

@@ -41,10 +41,13 @@ class Scheduler:
     def generate(self, body: dict[str, Any]) -> dict[str, Any]:
         params = body["sampling_params"]
         tokens, drawn, spans = list(body["input_ids"]), [], []
-        aborts, reason, given = self.num_aborts, {"type": "length", "length": params["max_new_tokens"]}, None
+        aborts, reason, prompt_log_probs = self.num_aborts, {"type": "length", "length": params["max_new_tokens"]}, None
         if body.get("logprob_start_len") == 0:
             scores = log_probs(self.module, torch.tensor([tokens]))[0].tolist()
-            given = [[None, tokens[0], None], *([s, t, None] for s, t in zip(scores, tokens[1:], strict=True))]
+            prompt_log_probs = [
+                [None, tokens[0], None],
+                *([s, t, None] for s, t in zip(scores, tokens[1:], strict=True)),
+            ]
         while len(drawn) < params["max_new_tokens"]:
             with self.lock:
                 if len(drawn) == self.waits_after:
@@ -66,7 +69,7 @@ class Scheduler:
                 break
         meta = {"id": "1", "finish_reason": reason, "prompt_tokens": len(body["input_ids"]), "cached_tokens": 0}
         meta |= {"weight_version": self.version, "completion_tokens": len(drawn), "output_token_logprobs": drawn}
-        meta |= {} if given is None else {"input_token_logprobs": given}
+        meta |= {} if prompt_log_probs is None else {"input_token_logprobs": prompt_log_probs}
         meta |= {} if "no spans" in self.faults else {"weight_versions": spans}
         return {"text": "", "output_ids": [token for _, token, _ in drawn], "meta_info": meta}
 
@@ -110,23 +113,23 @@ class Handler(BaseHTTPRequestHandler):
         self.answer(json.loads(data) if data else None)
 
     def answer(self, body: Any) -> None:
-        own, status, result = self.scheduler, 200, None
-        own.seen.append((self.path, body))
-        while "hangs" in own.faults:
+        scheduler, status, result = self.scheduler, 200, None
+        scheduler.seen.append((self.path, body))
+        while "hangs" in scheduler.faults:
             time.sleep(0.05)
         match self.path:
             case "/get_server_info":
-                result = own.info()
-            case "/generate" if "out of memory" in own.faults:
+                result = scheduler.info()
+            case "/generate" if "out of memory" in scheduler.faults:
                 status, result = 500, {"error": {"message": "CUDA out of memory"}}
             case "/generate":
-                result = own.generate(body)
+                result = scheduler.generate(body)
             case "/update_weights_from_disk":
-                status, result = own.update(body)
+                status, result = scheduler.update(body)
             case "/pause_generation" | "/abort_request":
-                own.pause(body.get("mode", "abort"))
+                scheduler.pause(body.get("mode", "abort"))
             case "/continue_generation":
-                own.pause(None)
+                scheduler.pause(None)
             case "/flush_cache" | "/health_generate" | "/release_memory_occupation" | "/resume_memory_occupation":
                 result = None
             case _:

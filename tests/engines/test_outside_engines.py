@@ -128,10 +128,10 @@ def test_memory_of_weights_ends_with_the_process_that_filled_it(tmp_path):
 
 def test_weights_go_to_the_folder_where_memory_has_no_room_or_a_person_says_so(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
-    given = (template(), tmp_path, "/models/tiny")
-    in_memory = VllmSettings(program="/bin/vllm").weight_files(*given)
-    elsewhere = VllmSettings(url="http://a:1").weight_files(*given)
-    forced = VllmSettings(program="/bin/vllm", weights_folder=str(tmp_path / "w")).weight_files(*given)
+    weights_and_places = (template(), tmp_path, "/models/tiny")
+    in_memory = VllmSettings(program="/bin/vllm").weight_files(*weights_and_places)
+    elsewhere = VllmSettings(url="http://a:1").weight_files(*weights_and_places)
+    forced = VllmSettings(program="/bin/vllm", weights_folder=str(tmp_path / "w")).weight_files(*weights_and_places)
     assert [files.in_memory for files in (in_memory, elsewhere, forced)] == [True, False, False]
     monkeypatch.setattr(weight_files, "free_host_bytes", lambda: 10_000)
     folder = in_memory.write(version_of_ones(1), 1)
@@ -187,9 +187,9 @@ def test_processes_that_share_a_folder_have_parts_of_their_own(tmp_path):
     gone.wait()
     mine = own_folder(tmp_path)
     host, secret = socket.gethostname(), mine.name.rpartition("-")[2]
-    left = tmp_path / f"{host}-{gone.pid}-{secret}"
+    of_dead_process = tmp_path / f"{host}-{gone.pid}-{secret}"
     other, elsewhere = tmp_path / f"{host}-{os.getppid()}-{secret}", tmp_path / "another-host-7"
-    for folder in (left, other, elsewhere, mine):
+    for folder in (of_dead_process, other, elsewhere, mine):
         folder.mkdir()
     assert own_folder(tmp_path) == mine
     assert {path.name for path in tmp_path.iterdir()} == {mine.name, other.name, elsewhere.name}
@@ -390,7 +390,7 @@ def test_a_completion_that_waits_in_the_engine_is_not_late():
 
     assert asyncio.run(drawn(4)) == [None] * 4, "the last waits for 1.5 s"
     started = time.monotonic()
-    assert all(isinstance(each, EngineError) for each in asyncio.run(drawn(2)))
+    assert all(isinstance(answer, EngineError) for answer in asyncio.run(drawn(2)))
     assert time.monotonic() - started < 2, "an engine that ends nothing is late"
     server.shutdown()
     server.server_close()
@@ -436,7 +436,7 @@ def test_engines_are_found_by_type():
 
 
 def test_settings_that_do_not_go_together_are_refused(tmp_path, monkeypatch):
-    given = parts("/models/tiny", tmp_path)
+    model_and_folders = parts("/models/tiny", tmp_path)
     for fields, text in (
         ({"url": "http://a:1", "program": "/bin/vllm"}, "url and program"),
         ({"environment": {"A": "1"}}, "environment is for the server that program starts"),
@@ -458,10 +458,10 @@ def test_settings_that_do_not_go_together_are_refused(tmp_path, monkeypatch):
         (VllmSettings(url="a:1"), "url: 'a:1' must be of the form"),
     ):
         with pytest.raises(ConfigError, match=text):
-            settings.build(*given)
+            settings.build(*model_and_folders)
     monkeypatch.setitem(sys.modules, "vllm", None)
     with pytest.raises(MissingDependencyError, match=r"rollout.engine.program"):
-        VllmSettings().build(*given)
+        VllmSettings().build(*model_and_folders)
 
 
 def test_the_command_of_a_server(tmp_path):

@@ -166,14 +166,14 @@ def kill_some(ranks: list[int], some: list[int]) -> int | None:
     for rank in some:
         os.kill(rank, signal.SIGKILL)
     deadline = time.monotonic() + GRACE_S
-    left = set(ranks)
-    while left:
-        left -= {rank for rank in left if os.waitpid(rank, os.WNOHANG)[0]}
+    running = set(ranks)
+    while running:
+        running -= {rank for rank in running if os.waitpid(rank, os.WNOHANG)[0]}
         if time.monotonic() > deadline:
-            for rank in left:
+            for rank in running:
                 os.kill(rank, signal.SIGKILL)
                 os.waitpid(rank, 0)
-            return len(left)
+            return len(running)
         time.sleep(0.005)
     return 0
 

@@ -60,11 +60,14 @@ def test_a_checkpoint_whose_save_has_returned_survives_and_the_one_before_it_unt
         for step in (1, 2, 3, 4):
             save(root, step)
             moments.append(disk.left())  # after it has returned
-            for left in moments:
+            for remains in moments:
                 for outcome in OUTCOMES:
                     number += 1
-                    result = resumed_step(left[outcome], tmp_path / str(number))
-                    assert result == step or (left is not moments[-1] and result == (step - 1 or None)), (step, outcome)
+                    result = resumed_step(remains[outcome], tmp_path / str(number))
+                    assert result == step or (remains is not moments[-1] and result == (step - 1 or None)), (
+                        step,
+                        outcome,
+                    )
             assert len(moments) > 5
             moments.clear()
 
@@ -78,9 +81,9 @@ def test_a_damaged_checkpoint_that_is_made_again_never_takes_a_whole_one_with_it
         (root / "global_step_2" / "weights").write_bytes(b"damaged")
     with disk.watching(moments):
         save(root, 2)
-    for number, left in enumerate([*moments, disk.left()]):
+    for number, remains in enumerate([*moments, disk.left()]):
         for outcome in OUTCOMES:
-            result = resumed_step(left[outcome], tmp_path / f"{number} {outcome}")
+            result = resumed_step(remains[outcome], tmp_path / f"{number} {outcome}")
             assert result == 2 or (number < len(moments) and result == 1)
 
 
@@ -91,8 +94,8 @@ def test_a_file_that_is_replaced_is_the_old_one_or_the_new_one(disk, tmp_path):
         write_atomically(path, b"old")
         moments.clear()
         write_atomically(path, b"new")
-    for left in [*moments, disk.left()]:
-        assert left["names kept"]["report"] in (b"old", b"new")
+    for remains in [*moments, disk.left()]:
+        assert remains["names kept"]["report"] in (b"old", b"new")
     assert disk.left()["names kept"]["report"] == b"new"
 
 
@@ -103,10 +106,10 @@ def test_metrics_of_saved_steps_survive(disk, tmp_path):
             lines.write({"step": step, "loss": 0.5})
         lines.sync()
         lines.write({"step": 3, "loss": 0.5})
-        left = disk.left()
+        remains = disk.left()
         lines.close()
     for outcome in OUTCOMES:
-        folder = write_out(left[outcome], tmp_path / outcome)
+        folder = write_out(remains[outcome], tmp_path / outcome)
         assert [record["step"] for record in read_jsonl(folder / "metrics.jsonl")] == [1, 2]
 
 
@@ -116,9 +119,9 @@ def test_a_checkpoint_of_a_run_never_outlives_the_metrics_of_its_steps(disk, tmp
     with disk.watching(moments):
         run_task_here("train_text", config)
     newest = set()
-    for number, left in enumerate([*moments, disk.left()]):
+    for number, remains in enumerate([*moments, disk.left()]):
         for outcome in OUTCOMES:
-            folder = write_out(left[outcome], tmp_path / "left" / f"{number} {outcome}") / "run"
+            folder = write_out(remains[outcome], tmp_path / "left" / f"{number} {outcome}") / "run"
             result = newest_intact(list_checkpoints(folder / "checkpoints"), lambda text: None)
             step = result[0] if result else 0
             newest.add(step)

@@ -205,7 +205,7 @@ def test_generation_waits_while_the_store_is_full(tmp_path: Path) -> None:
     with start(large_config(tmp_path), tmp_path) as run:
         assert run.wait(400) == 0, run.output
     assert [entry["step"] for entry in read_jsonl(run.folder / "metrics.jsonl")] == list(range(6))
-    assert max(each.get("staleness/max", 0) for each in read_jsonl(run.folder / "metrics.jsonl")) <= 2
+    assert max(entry.get("staleness/max", 0) for entry in read_jsonl(run.folder / "metrics.jsonl")) <= 2
 
 
 @pytest.mark.slow

@@ -40,24 +40,24 @@ def flood(port: int, path: str, kind: str, what: str, until: float, key: str) ->
         if time.monotonic() > until:
             break
         with contextlib.suppress(OSError):
-            each = socket.create_connection(("127.0.0.1", port), timeout=2)
-            opened.append(each)
+            connection = socket.create_connection(("127.0.0.1", port), timeout=2)
+            opened.append(connection)
             if what == "half-open":
-                each.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nX")
+                connection.sendall(b"POST /score HTTP/1.1\r\nHost: 127.0.0.1\r\nX")
             elif what == "large":
-                each.sendall(head(port, path, kind, 2**30) + bytes(2**16))
+                connection.sendall(head(port, path, kind, 2**30) + bytes(2**16))
             elif what == "deep":
                 body = (MAPS if kind == wire.MEDIA_TYPE else b'{"a":' * 400_000)[: 2**20]
-                each.sendall(head(port, path, kind, len(body), key) + body)
-                each.recv(1000)
+                connection.sendall(head(port, path, kind, len(body), key) + body)
+                connection.recv(1000)
             elif what == "slow":
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
-                each.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 200)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+                connection.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * 200)
         while len(opened) > 400:
             opened.pop(0).close()
         time.sleep(0.002 if what == "half-open" else 0.02)
-    for each in opened:
-        each.close()
+    for connection in opened:
+        connection.close()
 
 
 @contextlib.contextmanager

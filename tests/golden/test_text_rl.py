@@ -139,27 +139,27 @@ def test_aggregation(case: dict) -> None:
     mode = params.pop("loss_agg_mode")
     ranks = params.get("dp_size", 1)
     counts = {
-        name: params[given]
-        for name, given in (
+        name: params[parameter]
+        for name, parameter in (
             ("num_tokens", "batch_num_tokens"),
             ("num_sequences", "global_batch_size"),
             ("max_length", "loss_scale_factor"),
         )
-        if params.get(given) is not None
+        if params.get(parameter) is not None
     }
     if mode == "token-sum":
         mode, counts["num_tokens"] = "token-mean", 1.0
     losses = INPUTS["loss_mat"].clone().requires_grad_(True)
-    given, expected = rows.rows(losses), torch.tensor(case["outputs"]["loss"])
+    row_losses, expected = rows.rows(losses), torch.tensor(case["outputs"]["loss"])
     if case["id"].startswith("roll/") and mode == "token-mean":
         close(losses.sum() / rows.num_tokens, expected, case)  # what no mean over the mask can be
-        assert abs(float(rows.aggregated(given.detach().nan_to_num(), mode)) - float(expected)) > 1e-4
+        assert abs(float(rows.aggregated(row_losses.detach().nan_to_num(), mode)) - float(expected)) > 1e-4
         return
     if case["id"].startswith("roll/") and mode == "seq-mean-token-sum-norm":
         expected = expected / len(rows.matrix)
     elif case["id"].startswith("roll/"):
         counts["num_sequences"] = len(rows.matrix)
-    actual = rows.aggregated(given.nan_to_num(), mode, **counts) * ranks
+    actual = rows.aggregated(row_losses.nan_to_num(), mode, **counts) * ranks
     close(actual, expected, case)
     if "grad_loss_mat" in case["outputs"]:
         actual.backward()
@@ -351,7 +351,9 @@ def test_advantages_of_verl(case: dict) -> None:
 @some("trl/grpo_adv/", "trl/rloo_adv/")
 def test_advantages_of_trl(case: dict) -> None:
     params = case["params"]
-    rewards = torch.tensor([[math.nan if each is None else each for each in row] for row in case["inputs"]["rewards"]])
+    rewards = torch.tensor(
+        [[math.nan if reward is None else reward for reward in row] for row in case["inputs"]["rewards"]]
+    )
     weights = torch.tensor(params["reward_weights"] or [1.0] * len(rewards))
     ids = torch.arange(rewards.shape[1]) // params["num_generations"]
     std = {"group": "group", "batch": "global", "none": "none"}[params.get("scale_rewards", "none")]
@@ -388,10 +390,10 @@ def tokens_of(case: dict, part: object) -> tuple[Padded, torch.Tensor, torch.Ten
 def check_tokens(case: dict, rows: Padded, advantages: torch.Tensor, returns: torch.Tensor) -> None:
     """At masked-in tokens; elsewhere ours are 0. ROLL computes in float32."""
     case = case | {"dtype": "float32"} if case["id"].startswith("roll/") else case
-    for name, found in (("advantages", advantages), ("returns", returns)):
-        assert (found[~rows.matrix] == 0).all()
+    for name, actual in (("advantages", advantages), ("returns", returns)):
+        assert (actual[~rows.matrix] == 0).all()
         expected = torch.tensor(case["outputs"][name], dtype=torch.float64)
-        close(found[rows.matrix], expected[rows.matrix], case)
+        close(actual[rows.matrix], expected[rows.matrix], case)
 
 
 @some("verl/adv/reinforce_plus_plus/")

@@ -78,7 +78,7 @@ def test_what_is_said_at_the_start_is_said_once(cluster: Cluster, group: RayGrou
 def test_calls_run_in_the_order_of_issue(group: RayGroup) -> None:
     waited = [group.call(functions.remember, number, 0.05 * (number == 0)) for number in range(4)]
     assert waited[-1].result() == [0, 1, 2, 3]
-    assert all(each.done() for each in waited)
+    assert all(future.done() for future in waited)
 
 
 @pytest.mark.slow
@@ -95,10 +95,10 @@ def test_values_stay_where_they_are_made(cluster: Cluster, group: RayGroup, pool
 
     def through_the_driver(size: int) -> int:
         before = sum(cluster.loop.driver_bytes.values())
-        kept = group.map_remote(functions.make, [0, 1], size, num_values=2)
-        total = pool.submit(functions.add_up, [(first, (second,)) for first, second in kept], 2.0).result()
+        handles = group.map_remote(functions.make, [0, 1], size, num_values=2)
+        total = pool.submit(functions.add_up, [(first, (second,)) for first, second in handles], 2.0).result()
         assert total == 2 * size * (2.0 + 10 + 3.0 + 11)
-        assert all(second.done() and second.nbytes >= 4 * size for _, second in kept)
+        assert all(second.done() and second.nbytes >= 4 * size for _, second in handles)
         return sum(cluster.loop.driver_bytes.values()) - before
 
     through_the_driver(100_000)  # functions travel the first time
@@ -179,7 +179,7 @@ def test_what_a_process_says_and_does_is_heard(
     cluster.on_progress(None)
     assert (cluster.run.output_dir / "log.txt").read_text().count("said hello\n") == 1
     assert timed == {"talk": 2.0} and told == ["progress"]
-    events = sorted(cluster.record.take(), key=lambda each: each.rank)
+    events = sorted(cluster.record.take(), key=lambda event: event.rank)
     assert [(event.role, event.rank, event.kind, event.step, event.version) for event in events] == [
         ("sampler", rank, "update", 7, 2) for rank in range(2)
     ]
@@ -222,7 +222,7 @@ def test_a_data_parallel_rank_without_work(cluster: Cluster, group: RayGroup) ->
     second.check()
     assert first.fetch()["rank"] == 1 and second.fetch().tolist() == [13.0] * 5
     assert first.seconds > 0 and second.nbytes > 20
-    assert [each.rank for each in cluster.record.take()] == [1], "its processes are not called"
+    assert [event.rank for event in cluster.record.take()] == [1], "its processes are not called"
 
 
 def test_values_are_freed_at_once(cluster: Cluster, group: RayGroup, pool: RayPool) -> None:
@@ -231,7 +231,7 @@ def test_values_are_freed_at_once(cluster: Cluster, group: RayGroup, pool: RayPo
     try:
         (made, _) = group.map_remote(functions.make, [0, 1], 100_000, num_values=2)
         pool.submit(functions.has_part, made[0]).result()
-        values = [weakref.ref(each) for each in made]
+        values = [weakref.ref(handle) for handle in made]
         del made
         assert [value() for value in values] == [None, None]
     finally:
@@ -256,9 +256,9 @@ def test_a_killed_scorer_is_replaced(cluster: Cluster, pool: RayPool, tmp_path: 
     assert [future.result() for future in futures] == [0, 2, 4, 6]
     assert pool.num_restarts == 1
     cluster.wait_ready()
-    known = {load["pid"] for load in json.loads((cluster.run.output_dir / "processes.json").read_text())}
-    assert known == {process.identity.pid for role in cluster.loop.roles for process in role.processes}
-    assert killed not in known
+    pids = {load["pid"] for load in json.loads((cluster.run.output_dir / "processes.json").read_text())}
+    assert pids == {process.identity.pid for role in cluster.loop.roles for process in role.processes}
+    assert killed not in pids
     assert "it is replaced (1 of 3 times)" in (cluster.run.output_dir / "log.txt").read_text()
 
 

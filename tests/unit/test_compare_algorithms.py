@@ -47,17 +47,17 @@ def finish(
     bench: ModuleType, name: str, rewards: list[float], second: float | None = None, seed: int | None = None
 ) -> None:
     """A run folder whose evaluations are evenly spaced from the first to the last iteration."""
-    each = algorithm(bench, name, seed)
-    each.folder.mkdir(parents=True)
-    (each.folder / "config.yaml").write_text(config_text(each.config))
-    steps = np.linspace(0, each.config.train.max_steps, len(rewards)).astype(int).tolist()
+    shipped = algorithm(bench, name, seed)
+    shipped.folder.mkdir(parents=True)
+    (shipped.folder / "config.yaml").write_text(config_text(shipped.config))
+    steps = np.linspace(0, shipped.config.train.max_steps, len(rewards)).astype(int).tolist()
     lines = [{"step": step, bench.REWARD: reward} for step, reward in zip(steps, rewards, strict=True)]
-    (each.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (shipped.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     blank = np.full((8, 8, 3), 255, np.uint8)
     records = [SampleRecord(blank, "eval", 'write "ABC"', 0, index, total=index / 3) for index in range(4)]
-    save_samples(each.folder, 0, records)
+    save_samples(shipped.folder, 0, records)
     if second is not None:
-        (each.folder / "second_reader.json").write_text(json.dumps({"before": 0.25, "after": second}))
+        (shipped.folder / "second_reader.json").write_text(json.dumps({"before": 0.25, "after": second}))
 
 
 def row_of(page: str, title: str) -> list[str]:
@@ -151,10 +151,10 @@ def test_files_that_cannot_be_compared_are_refused(bench):
 def test_every_shipped_algorithm_has_the_same_budget_and_a_folder_of_its_own(bench):
     shipped = [bench.Algorithm(path) for path in sorted((ROOT / "configs/quickstart/algorithms").glob("*.yaml"))]
     bench.check_comparable(shipped)
-    assert len({each.folder for each in shipped}) == len(shipped) >= 9
-    for each in shipped:
-        assert each.folder.name == each.name and each.heading["title"]
-        assert each.config.algorithm.recipe == each.name
+    assert len({entry.folder for entry in shipped}) == len(shipped) >= 9
+    for entry in shipped:
+        assert entry.folder.name == entry.name and entry.heading["title"]
+        assert entry.config.algorithm.recipe == entry.name
 
 
 def test_costs_are_measured_on_whole_iterations(bench, tmp_path):

@@ -66,7 +66,12 @@ def drawn(stream: RolloutStream, text_prompt_loader: TextPromptLoader, more: Dyn
     stream.generate, stream.score = generate, score
     results = []
     for step, batch in stream.steps():
-        made = {id_of(each): each for part in batch.rank_batches for handle in part.rollouts for each in handle.fetch()}
+        made = {
+            id_of(request): request
+            for part in batch.rank_batches
+            for handle in part.rollouts
+            for request in handle.fetch()
+        }
         places = {place: sample_id for part in batch.rank_batches for sample_id, place in part.sample_ids.items()}
         assert [places[place] for place in range(len(batch.group_ids))] == sorted(made)
         requests = [made[sample_id] for sample_id in sorted(made)]
@@ -99,11 +104,11 @@ def expected(text_prompt_loader: TextPromptLoader, iteration: int, limit: int) -
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 12, 100])
 def test_each_place_is_refilled_until_it_teaches(limit):
-    own = loader()
-    more = DynamicSampling(own, limit)
+    prompt_loader = loader()
+    more = DynamicSampling(prompt_loader, limit)
     one = make(Log(), more_groups=more)
-    actual = drawn(one, own, more)
-    assert actual == [expected(own, iteration, limit) for iteration in range(len(actual))]
+    actual = drawn(one, prompt_loader, more)
+    assert actual == [expected(prompt_loader, iteration, limit) for iteration in range(len(actual))]
     for iteration, samples in enumerate(actual):
         prompts = {group: prompt for _, group, prompt in samples}
         assert len(samples) == N * len(prompts) <= N * (P + limit) and len(set(prompts.values())) == len(prompts)
@@ -115,16 +120,16 @@ def test_each_place_is_refilled_until_it_teaches(limit):
 
 
 def test_two_ranks_of_one_driver_and_a_queue_draw_the_same():
-    own = loader()
-    more = DynamicSampling(own, 12)
-    expected_ = [expected(own, iteration, 12) for iteration in range(3)]
-    assert drawn(apart(max_staleness=1, more_groups=more)[0], own, more) == expected_
-    assert drawn(queued(max_staleness=1, more_groups=more)[0], own, more) == expected_
+    prompt_loader = loader()
+    more = DynamicSampling(prompt_loader, 12)
+    expected_ = [expected(prompt_loader, iteration, 12) for iteration in range(3)]
+    assert drawn(apart(max_staleness=1, more_groups=more)[0], prompt_loader, more) == expected_
+    assert drawn(queued(max_staleness=1, more_groups=more)[0], prompt_loader, more) == expected_
 
 
 def test_ranks_that_decide_by_themselves_draw_the_same():
     """As under torchrun: each rank is shown its own groups, and asks for its own."""
-    own, size, meeting = loader(), 2, threading.Barrier(2, timeout=60)
+    prompt_loader, size, meeting = loader(), 2, threading.Barrier(2, timeout=60)
     boxes: list = [None] * size
     actual: dict = {}
 
@@ -145,7 +150,7 @@ def test_ranks_that_decide_by_themselves_draw_the_same():
         actual[rank] = []
         for step, batch in stream.steps():
             ids = batch.rank_batches[0].sample_ids
-            made = {id_of(each): each for handle in batch.rank_batches[0].rollouts for each in handle.fetch()}
+            made = {id_of(request): request for handle in batch.rank_batches[0].rollouts for request in handle.fetch()}
             assert set(made) == set(ids)
             levels = [rewards_of([made[sample_id]])[0] for sample_id in ids]
             np.testing.assert_array_equal(batch.scores.level[list(ids.values())], levels)
@@ -158,13 +163,15 @@ def test_ranks_that_decide_by_themselves_draw_the_same():
     for thread in threads:
         thread.join(60)
     together = [sorted(first + second) for first, second in zip(actual[0], actual[1], strict=True)]
-    assert together == [expected(own, iteration, 12) for iteration in range(3)]
+    assert together == [expected(prompt_loader, iteration, 12) for iteration in range(3)]
     assert all(actual[rank] for rank in range(size))
 
 
 def test_optimiser_steps_hold_the_groups_that_teach_in_the_places_of_those_that_do_not():
-    own = loader()
-    samples = next(each for each in (expected(own, number, 100) for number in range(9)) if len(each) > N * P)
+    prompt_loader = loader()
+    samples = next(
+        drawn for drawn in (expected(prompt_loader, number, 100) for number in range(9)) if len(drawn) > N * P
+    )
     requests = [SampleRequest(*sample) for sample in samples]
     rewards = np.concatenate([rewards_of([request]) for request in requests])
     advantages = GroupAdvantage().compute(
@@ -197,8 +204,8 @@ def settings(backend="in_process", ranks=1):
 
 
 def test_what_does_not_go_together_is_refused():
-    own = loader()
-    assert dynamic_sampling(settings(ranks=2), own, 0) is None
-    assert dynamic_sampling(settings("ray", ranks=2), own, 3) == DynamicSampling(own, 3)
+    prompt_loader = loader()
+    assert dynamic_sampling(settings(ranks=2), prompt_loader, 0) is None
+    assert dynamic_sampling(settings("ray", ranks=2), prompt_loader, 3) == DynamicSampling(prompt_loader, 3)
     with pytest.raises(ConfigError, match="the 2 ranks that share a sample would each decide"):
-        dynamic_sampling(settings(ranks=2), own, 3)
+        dynamic_sampling(settings(ranks=2), prompt_loader, 3)

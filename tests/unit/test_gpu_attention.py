@@ -55,11 +55,11 @@ def test_windows_are_an_argument_of_the_flash_kernel(monkeypatch, positions):
     expected = attend(tensors, window(), **settings)
     seen: list[tuple[Any, ...]] = []
 
-    def flash(query, key, value, starts, _starts, longest, _longest, _drop, causal, _debug, *, scale, **given):
+    def flash(query, key, value, starts, _starts, longest, _longest, _drop, causal, _debug, *, scale, **options):
         assert query.shape[-1] == key.shape[-1] == value.shape[-1] == 16 and causal
-        seen.append((None if starts is None else starts.tolist(), longest, given))
+        seen.append((None if starts is None else starts.tolist(), longest, options))
         places = torch.arange(LENGTH)
-        mask = (places <= places[:, None]) & (places > places[:, None] - given["window_size_left"] - 1)
+        mask = (places <= places[:, None]) & (places > places[:, None] - options["window_size_left"] - 1)
         if starts is not None:
             query, key, value = (tensor.unflatten(0, (2, LENGTH)) for tensor in (query, key, value))
             document = torch.bucketize(places, starts[1:3], right=True)
@@ -70,8 +70,8 @@ def test_windows_are_an_argument_of_the_flash_kernel(monkeypatch, positions):
 
     monkeypatch.setattr(packed_attention, "_has_flash", lambda *_: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
-    for found, right in zip(attend(tensors, window(), **settings), expected, strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(attend(tensors, window(), **settings), expected, strict=True):
+        torch.testing.assert_close(actual, right)
     sizes = {"window_size_left": WINDOW - 1, "window_size_right": 0}
     starts, longest = (None, LENGTH) if positions is WHOLE else ([0, 13, 21, 34, 42], 13)
     assert seen == [(starts, longest, sizes)]
@@ -84,14 +84,14 @@ def test_widths_are_those_that_kernels_of_gpus_take(monkeypatch):
     expected = attend(tensors, window(), **settings)
     plain, widths = functional.scaled_dot_product_attention, []
 
-    def watched(*tensors: Tensor, **given: Any) -> Tensor:
+    def watched(*tensors: Tensor, **options: Any) -> Tensor:
         widths.append({tensor.shape[-1] for tensor in tensors[:3]})
-        return plain(*tensors, **given)
+        return plain(*tensors, **options)
 
     monkeypatch.setattr(functional, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(packed_attention, "WIDTHS", {"cpu": 8})
-    for found, right in zip(attend(tensors, window(), **settings), expected, strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(attend(tensors, window(), **settings), expected, strict=True):
+        torch.testing.assert_close(actual, right)
     assert widths and all(sizes == {72} for sizes in widths)
 
 
@@ -110,22 +110,24 @@ def test_capped_scores_in_blocks_are_those_at_once(monkeypatch, positions, mask,
 
     monkeypatch.setattr(capped_attention, "QUERIES_AT_ONCE", 5)
     monkeypatch.setattr(capped_attention, "_attend_block", watched)
-    for found, right in zip(attend(tensors, mask(), **settings), expected, strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(attend(tensors, mask(), **settings), expected, strict=True):
+        torch.testing.assert_close(actual, right)
     assert max(largest) == 5
 
 
 def test_capped_scores_of_a_long_document_are_not_kept():
     """Of 2,048 tokens and one head they would be 16 MiB, and several such matrices."""
     query, key, value = (torch.randn(1, 1, 2048, 8, requires_grad=True) for _ in range(3))
-    kept: list[int] = []
+    saved_bytes: list[int] = []
 
     def causal(queries: range) -> Tensor:
         return torch.ones(len(queries), queries.stop, dtype=torch.bool).tril(queries.start)[None, None]
 
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.nbytes) or tensor, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: saved_bytes.append(tensor.nbytes) or tensor, lambda x: x
+    ):
         capped_attention.attend_capped(query, key, value, causal, None, 1.0, 2.0)
-    assert sum(kept) == 3 * query.nbytes
+    assert sum(saved_bytes) == 3 * query.nbytes
 
 
 def test_sums_in_one_order_draw_what_sums_in_any_draw(monkeypatch):

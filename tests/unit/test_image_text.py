@@ -106,8 +106,8 @@ def test_jsonl_with_paths_relative_to_the_file(tmp_path, monkeypatch):
     picture(1).save(tmp_path / "images" / "a.png")
     path = write_jsonl(tmp_path / "data.jsonl", [{"image": "images/a.png", "text": "a cat"}])
     monkeypatch.chdir(tmp_path.parent)
-    for each in (path, path.relative_to(tmp_path.parent)):
-        data = open_images(each)
+    for path_or_relative in (path, path.relative_to(tmp_path.parent)):
+        data = open_images(path_or_relative)
         assert (len(data), data.caption(0)) == (1, "a cat")
         assert data.pixels(0).dtype == torch.uint8 and torch.equal(data.pixels(0), array(picture(1)))
 
@@ -159,8 +159,8 @@ def test_folder_with_metadata(tmp_path, monkeypatch):
     picture(2).save(tmp_path / "not listed.png")
     write_jsonl(tmp_path / "metadata.jsonl", [{"file_name": "a.png", "text": "a cat"}])
     monkeypatch.chdir(tmp_path.parent)
-    for each in (tmp_path, tmp_path.name):
-        data = open_images(each)
+    for folder in (tmp_path, tmp_path.name):
+        data = open_images(folder)
         assert (len(data), data.caption(0)) == (1, "a cat")
         assert torch.equal(data.pixels(0), array(picture(1)))
 
@@ -173,8 +173,8 @@ def test_folder_with_captions_beside_the_images(tmp_path, monkeypatch):
         path.with_suffix(".txt").write_text(f" caption of {name}\n")
     (tmp_path / "note.md").write_text("no image")
     monkeypatch.chdir(tmp_path.parent)
-    for each in (tmp_path, tmp_path.name):
-        data = open_images(each)
+    for folder in (tmp_path, tmp_path.name):
+        data = open_images(folder)
         assert [data.caption(i) for i in range(len(data))] == [
             f"caption of {n}" for n in ("a.JPG", "b.png", "more/c.webp")
         ]
@@ -651,9 +651,9 @@ def test_glyphs_are_cached_too(tmp_path, model):
 def write_masked(folder, mask, image_size=(20, 12)):
     """A table of two pictures of a height and width with masks: of the first its left half, of the second ``mask``."""
     folder.mkdir()
-    left = np.zeros((*image_size, 3), np.uint8)
-    left[:, : image_size[1] // 2] = 255
-    for name, content in (("0", Image.fromarray(left)), ("1", mask)):
+    left_half = np.zeros((*image_size, 3), np.uint8)
+    left_half[:, : image_size[1] // 2] = 255
+    for name, content in (("0", Image.fromarray(left_half)), ("1", mask)):
         picture(int(name), *image_size).save(folder / f"{name}.png")
         content.save(folder / f"mask_{name}.png")
     rows = [{"image": f"{name}.png", "mask": f"mask_{name}.png", "text": f"a {name}"} for name in "01"]
@@ -669,14 +669,14 @@ def test_a_mask_is_cut_and_scaled_as_its_image(tmp_path):
     grey = Image.new("L", (12, 20), 51)
     table = write_masked(tmp_path / "data", grey)
     dataset = ImageTextDataset(masked_config(table))
-    left, fifth = (dataset.picture(index).loss_weights for index in range(2))
-    assert left.shape == (8, 8) and left.dtype == torch.float32
-    assert left[:, 0].min() > 0.9 and left[:, 7].max() < 0.1  # 20 x 12 is cut to the middle 12 x 12
+    left_half, fifth = (dataset.picture(index).loss_weights for index in range(2))
+    assert left_half.shape == (8, 8) and left_half.dtype == torch.float32
+    assert left_half[:, 0].min() > 0.9 and left_half[:, 7].max() < 0.1  # 20 x 12 is cut to the middle 12 x 12
     torch.testing.assert_close(fifth, torch.full((8, 8), 0.2))
     inverted = ImageTextDataset(masked_config(table, invert_mask=True)).picture(0).loss_weights
-    torch.testing.assert_close(inverted, 1 - left)
+    torch.testing.assert_close(inverted, 1 - left_half)
     outside = ImageTextDataset(masked_config(table, mask_outside=0.25)).picture(0).loss_weights
-    torch.testing.assert_close(outside, 0.25 + 0.75 * left)
+    torch.testing.assert_close(outside, 0.25 + 0.75 * left_half)
     plain = masked_config(table).model_copy(update={"mask_key": None})
     assert ImageTextDataset(plain).picture(0).loss_weights is None
 

@@ -55,30 +55,34 @@ def relative(left, right):
 @pytest.mark.parametrize("kind", KINDS)
 def test_losses_of_packed_rows_are_those_of_the_samples_one_by_one(tmp_path, kind):
     packed, alone = build(describe(tmp_path, kind)), build(describe(tmp_path, kind) | {"attention": "eager"})
-    given = samples()
-    actual = packed.token_log_probs([batch(given)])[0][0].split(LENGTHS)
-    for log_probs, sample in zip(actual, given, strict=True):
+    sample_list = samples()
+    actual = packed.token_log_probs([batch(sample_list)])[0][0].split(LENGTHS)
+    for log_probs, sample in zip(actual, sample_list, strict=True):
         expected = alone.token_log_probs([batch([sample])])[0][0]
         torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=1e-6)
-    total = packed.forward_backward([batch(given)], sum_of_losses)[0]
-    each = alone.forward_backward([batch([sample]) for sample in given], sum_of_losses)
-    assert total == pytest.approx(sum(each), rel=1e-6)
+    total = packed.forward_backward([batch(sample_list)], sum_of_losses)[0]
+    losses = alone.forward_backward([batch([sample]) for sample in sample_list], sum_of_losses)
+    assert total == pytest.approx(sum(losses), rel=1e-6)
     ours, theirs = gradients(packed), gradients(alone)
     assert max(relative(ours[name], theirs[name]) for name in theirs) < 1e-5
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 def test_attentions_of_transformers_see_documents_too(tmp_path, attention):
-    given = [batch(samples())]
-    ours, theirs = (build(describe(tmp_path) | {"attention": each}) for each in ("packed", attention))
-    torch.testing.assert_close(ours.token_log_probs(given), theirs.token_log_probs(given), rtol=1e-5, atol=2e-6)
+    batches = [batch(samples())]
+    ours, theirs = (
+        build(describe(tmp_path) | {"attention": kind_of_attention}) for kind_of_attention in ("packed", attention)
+    )
+    torch.testing.assert_close(ours.token_log_probs(batches), theirs.token_log_probs(batches), rtol=1e-5, atol=2e-6)
 
 
 def test_padded_rows_are_the_packed_ones(tmp_path):
-    model, given = build(describe(tmp_path)), samples()
-    packed = model.forward_backward([batch(given)], sum_of_losses)[0]
+    model, sample_list = build(describe(tmp_path)), samples()
+    packed = model.forward_backward([batch(sample_list)], sum_of_losses)[0]
     expected = gradients(model)
-    assert model.forward_backward([batch(given, packed=False)], sum_of_losses)[0] == pytest.approx(packed, rel=1e-6)
+    assert model.forward_backward([batch(sample_list, packed=False)], sum_of_losses)[0] == pytest.approx(
+        packed, rel=1e-6
+    )
     actual = gradients(model)
     assert max(relative(actual[name], expected[name]) for name in expected) < 1e-5
 
@@ -87,14 +91,14 @@ def test_padded_rows_are_the_packed_ones(tmp_path):
 def test_chunked_loss_is_the_loss(tmp_path, tied):
     source = describe(tmp_path, tie_word_embeddings=tied)
     plain, chunked = build(source), build(source, chunked_loss=True)
-    given = [batch(samples()[:4]), batch(samples(learned=1.1)[4:])]
-    assert chunked.forward_backward(given, sum_of_losses) == pytest.approx(
-        plain.forward_backward(given, sum_of_losses), rel=1e-6
+    batches = [batch(samples()[:4]), batch(samples(learned=1.1)[4:])]
+    assert chunked.forward_backward(batches, sum_of_losses) == pytest.approx(
+        plain.forward_backward(batches, sum_of_losses), rel=1e-6
     )
     actual, expected = gradients(chunked), gradients(plain)
     assert max(relative(actual[name], expected[name]) for name in expected) < 1e-5
-    assert torch.equal(chunked.predictions(given)[1], plain.predictions(given)[1])
-    for (scores, placed), (plain_scores, _) in zip(chunked.score(given), plain.score(given), strict=True):
+    assert torch.equal(chunked.predictions(batches)[1], plain.predictions(batches)[1])
+    for (scores, placed), (plain_scores, _) in zip(chunked.score(batches), plain.score(batches), strict=True):
         ours = scores.log_probs_and_entropy(placed.labels, 0.7)
         theirs = plain_scores.log_probs_and_entropy(placed.labels, 0.7)
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
@@ -104,9 +108,9 @@ def test_logits_are_made_for_learned_tokens_only(tmp_path):
     model = build(describe(tmp_path))
     seen = []
     model.module.get_output_embeddings().register_forward_hook(lambda _, args, output: seen.append(output.shape[1]))
-    given = batch(samples())
-    model.forward_backward([given, batch([])], sum_of_losses)
-    assert seen == [given.num_labels, 1]
+    token_batch = batch(samples())
+    model.forward_backward([token_batch, batch([])], sum_of_losses)
+    assert seen == [token_batch.num_labels, 1]
 
 
 def test_a_placeholder_gives_zero_gradients_to_everything(tmp_path):

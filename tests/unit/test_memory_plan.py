@@ -123,14 +123,14 @@ def test_compiled_blocks_keep_what_is_predicted(tmp_path: Path, kind: str) -> No
     planned, train = predicted(tmp_path, kind, mixed_precision="bf16", compile=True)
     uncompiled = sum(count_activations(planned, train, Layout()).kept("none"))
     activations = count_activations(planned, train, Layout(), compiled=True)
-    kept = sum(activations.kept("none"))
-    assert 0.3 * uncompiled < kept < uncompiled
+    compiled = sum(activations.kept("none"))
+    assert 0.3 * uncompiled < compiled < uncompiled
     module = real(kind)
     compute_in(module, torch.bfloat16)
     with compile_without_code(find_blocks(module, language_plan(module))):
         expected = really_saved(module, bf16=True)
     outside = activations.before + activations.after + activations.copies
-    assert outside + kept == pytest.approx(expected, rel=0.1)
+    assert outside + compiled == pytest.approx(expected, rel=0.1)
     assert not any("forward" in vars(block) for block in find_blocks(module, language_plan(module)).values())
 
 
@@ -282,8 +282,10 @@ def test_chunked_loss_holds_no_logits(tmp_path: Path) -> None:
 @pytest.mark.parametrize("source", ["folder", "description"])
 def test_diffusion_models_are_predicted_the_same_way(tmp_path: Path, source: str, lora: LoraConfig | None) -> None:
     folder = write_tiny_pipeline(tmp_path / "pipeline")
-    given = {"model_path": str(folder)} if source == "folder" else {"config_path": str(tmp_path / "pipeline.yaml")}
-    config = ModelConfig(**given, max_sequence_length=7, lora=lora)
+    source_field = (
+        {"model_path": str(folder)} if source == "folder" else {"config_path": str(tmp_path / "pipeline.yaml")}
+    )
+    config = ModelConfig(**source_field, max_sequence_length=7, lora=lora)
     train = train_section(tmp_path, micro_batch_size=2)
     planned = plan_diffusion_model(diffusion_model_on_meta(config, "no"), Layout(), 2, (16, 16))
     (memory,) = plan_memory(planned, train, 1)

@@ -63,8 +63,8 @@ def at_level(level: str) -> list[float]:
     """Log-ratios of the rows at a level, by hand."""
     by_row = {
         "step": LOG_RATIO,
-        "trajectory": [SUMS[each] for each in SAMPLE_OF_ROW],
-        "trajectory_mean": [SUMS[each] / COUNTS[each] for each in SAMPLE_OF_ROW],
+        "trajectory": [SUMS[sample_index] for sample_index in SAMPLE_OF_ROW],
+        "trajectory_mean": [SUMS[sample_index] / COUNTS[sample_index] for sample_index in SAMPLE_OF_ROW],
     }
     return by_row[level]
 
@@ -129,7 +129,7 @@ def test_rows_outside_the_bounds_are_left_out_with_their_trajectory_or_alone(lev
     weights = [0.0 if out else min(math.exp(value), 1.6) for out, value in zip(outside, LOG_RATIO, strict=True)]
     assert actual.weights.tolist() == pytest.approx(weights, rel=1e-6)
     assert actual.truncated.tolist() == [
-        not out and each > math.log(1.6) for out, each in zip(outside, LOG_RATIO, strict=True)
+        not out and value > math.log(1.6) for out, value in zip(outside, LOG_RATIO, strict=True)
     ]
 
 
@@ -202,15 +202,15 @@ def test_metrics_by_hand_whoever_has_the_rows(split):
         mismatch.add(log_ratio, part.correct(log_ratio, samples))
         sums = {name: sums.get(name, 0.0) + value for name, value in mismatch.sums.items()}
         largest = max(largest, mismatch.largest)
-    kept = [math.exp(value) for value in LOG_RATIO if 0.4 <= math.exp(value) <= 2.0]
-    assert len(kept) == 4
+    weights = [math.exp(value) for value in LOG_RATIO if 0.4 <= math.exp(value) <= 2.0]
+    assert len(weights) == 4
     assert mismatch_metrics(sums, largest) == pytest.approx(
         {
             "mismatch/kl_k1": -sum(LOG_RATIO) / 6,
             "mismatch/kl_k3": sum(math.exp(value) - 1 - value for value in LOG_RATIO) / 6,
             "mismatch/log_ratio_max": 1.25,
-            "mismatch/ess": sum(kept) ** 2 / (6 * sum(each**2 for each in kept)),
-            "mismatch/weight": sum(min(each, 1.6) for each in kept) / 6,
+            "mismatch/ess": sum(weights) ** 2 / (6 * sum(weight**2 for weight in weights)),
+            "mismatch/weight": sum(min(weight, 1.6) for weight in weights) / 6,
             "mismatch/truncated": 2 / 6,
             "mismatch/rejected": 2 / 6,
         },
@@ -267,7 +267,9 @@ def test_decoupled_loss_by_hand():
     behaviour = drawn_by(behaviour_step)
     velocity = (normal(3) + normal(5, 0.05)).requires_grad_()
     new, advantages = step_of(velocity), torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
-    log_probs = [each.log_prob(behaviour.next_latents).tolist() for each in (new, proximal_step, behaviour_step)]
+    log_probs = [
+        policy_step.log_prob(behaviour.next_latents).tolist() for policy_step in (new, proximal_step, behaviour_step)
+    ]
     clip, cap, expected, ratios = 0.001, 1.0015, [], []
     for advantage, at_new, at_proximal, at_behaviour in zip(advantages.tolist(), *log_probs, strict=True):
         ratio, weight = math.exp(at_new - at_proximal), min(math.exp(at_proximal - at_behaviour), cap)
@@ -336,14 +338,19 @@ def test_guard_is_corrected_by_its_ratio_and_measured_by_probabilities():
 
 
 def test_variants_are_found_and_strict():
-    known = find_variants("sfumato.algorithms.off_policy")
-    assert known == {"none": NoCorrection, "decoupled": Decoupled, "rejection": Rejection, "kl_rejection": KLRejection}
+    variant_types = find_variants("sfumato.algorithms.off_policy")
+    assert variant_types == {
+        "none": NoCorrection,
+        "decoupled": Decoupled,
+        "rejection": Rejection,
+        "kl_rejection": KLRejection,
+    }
     variant = Variant("sfumato.algorithms.off_policy")
     for part in (*CORRECTIONS, Rejection(weight_level=None, cap=None)):
         assert variant.validate(json.loads(json.dumps(variant.dump(part)))) == part
     for wrong in ({"type": "decoupled", "cap": 0.5}, {"type": "rejection", "min_ratio": 1.2}):
         with pytest.raises(ValidationError, match=r"either side of 1|at least 1"):
-            TypeAdapter(known[wrong.pop("type")]).validate_python(wrong)
+            TypeAdapter(variant_types[wrong.pop("type")]).validate_python(wrong)
     with pytest.raises(ValidationError):
         TypeAdapter(Decoupled).validate_python({"level": "word"})
 
@@ -370,7 +377,7 @@ def model() -> DiffusionModel:
 def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
     conditioning = model.encode_prompts(PROMPTS)
     requests = [SampleRequest(row, row, row, is_first=True) for row in range(4)]
-    latents, kept = sample_trajectories(
+    latents, trajectories = sample_trajectories(
         model,
         conditioning,
         range(4),
@@ -382,7 +389,7 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
         seed=1,
         iteration=0,
     )
-    batch = DiffusionRollout.made(requests, kept, conditioning, list(range(4)), latents, 0, [""] * 4)
+    batch = DiffusionRollout.made(requests, trajectories, conditioning, list(range(4)), latents, 0, [""] * 4)
     parts = [torch.tensor([3, 0]), torch.tensor([], dtype=torch.long)]
     modes: list[bool] = []
     hook = model.denoiser.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))
@@ -392,7 +399,7 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
     assert modes == [False, True], "compiled blocks have a graph for each"
     fresh = proximal_means(model, batch, [torch.tensor([0, 1, 2, 3])], dynamics, 1.0)
     rounding = 1e-5 if ROUNDING else 0.0
-    torch.testing.assert_close(fresh, kept.means, atol=rounding, rtol=0)  # the policy that sampled
+    torch.testing.assert_close(fresh, trajectories.means, atol=rounding, rtol=0)  # the policy that sampled
     updated = copy.deepcopy(model.denoiser.state_dict())
     try:
         with torch.no_grad():
@@ -404,7 +411,7 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
     finally:
         model.denoiser.load_state_dict(updated)
     assert new.mean.requires_grad and torch.equal(means[parts[0]].flatten(0, 1), new.mean.detach())
-    assert torch.equal(means[[1, 2]], kept.means[[1, 2]]) and not torch.equal(means[0], kept.means[0])
+    assert torch.equal(means[[1, 2]], trajectories.means[[1, 2]]) and not torch.equal(means[0], trajectories.means[0])
     objective, mismatch = ClippedRatio(1e-3), Mismatch()
     samples = torch.tensor(part.sample_ids).repeat_interleave(2)
     losses, stats = corrected_loss(

@@ -54,7 +54,7 @@ class Bench:
         self.module: nn.Module = tiny_model()
         self.engine = EmbeddedEngine(self.module, max_length=100, max_batch_size=max_batch_size)
         self.groups = OverSampling(self.config, self.prompts, Mesh(Layout(), torch.device("cpu")))
-        self.kept = UnfinishedRollouts()
+        self.rollouts = UnfinishedRollouts()
 
     def draw(self, version: int) -> TextRollout:
         """An iteration, by weights that follow from the version."""
@@ -64,10 +64,10 @@ class Bench:
                 parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
         self.engine.flush()
         self.engine.version = version
-        unfinished = dataclasses.replace(self.kept.groups, iteration=version)
+        unfinished = dataclasses.replace(self.rollouts.groups, iteration=version)
         before = state_tokens(unfinished)
         drawing = (SAMPLING, LIMITS, self.template, version, unfinished, range(P))
-        rollout, samples, self.kept.groups = self.groups.draw(self.engine, *drawing)
+        rollout, samples, self.rollouts.groups = self.groups.draw(self.engine, *drawing)
         assert state_tokens(unfinished) == before  # it may be drawn from again
         assert [sample.num_tokens for sample in samples] == rollout.num_rows
         assert rollout.sample_ids == list(range(P * N))
@@ -76,7 +76,7 @@ class Bench:
     @property
     def unfinished(self) -> UnfinishedGroups:
         """What goes on in the next iteration."""
-        return self.kept.groups
+        return self.rollouts.groups
 
 
 def values(rollout: TextRollout) -> list[tuple[Any, ...]]:
@@ -127,9 +127,9 @@ def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
 def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     bench.draw(1)
-    kept = copy.deepcopy(bench.unfinished.groups)
+    groups_before = copy.deepcopy(bench.unfinished.groups)
     second = bench.draw(2)
-    by_prompt = {group.prompt_id: group for group in kept}
+    by_prompt = {group.prompt_id: group for group in groups_before}
     gone_on = 0
     for request, (sequence,) in zip(second.requests, second.sequences, strict=True):
         if request.prompt_id not in by_prompt:
@@ -145,10 +145,10 @@ def test_what_was_kept_goes_on_under_the_new_weights(tmp_path: Path) -> None:
         assert sequence.versions[sequence.drawn].tolist() == [1] * count + [2] * (len(drawn) - count)
         if len(drawn) > count:
             gone_on += 1
-            given = torch.from_numpy(sequence.token_ids).long()
+            tokens = torch.from_numpy(sequence.token_ids).long()
             with torch.no_grad():
-                logits = bench.module(input_ids=given[None], use_cache=False).logits[0, :-1]
-            said = logits.log_softmax(-1).gather(-1, given[1:, None])[:, 0][sequence.drawn[1:]]
+                logits = bench.module(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+            said = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][sequence.drawn[1:]]
             np.testing.assert_allclose(log_probs[count:], said[count:], atol=1e-5)
             assert not np.allclose(log_probs[:count], said[:count], atol=1e-3)  # they were other weights
     assert gone_on >= 2 and bench.unfinished.metrics["staleness/max"] == 1
@@ -168,11 +168,11 @@ def test_a_state_that_was_saved_goes_on_alike(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for version in (1, 2):
         bench.draw(version)
-    state, module = json.loads(json.dumps(bench.kept.state())), copy.deepcopy(bench.module.state_dict())
+    state, module = json.loads(json.dumps(bench.rollouts.state())), copy.deepcopy(bench.module.state_dict())
     expected = [bench.draw(version) for version in (3, 4)]
     bench.module.load_state_dict(module)
-    bench.kept = UnfinishedRollouts()
-    bench.kept.restore(state)
+    bench.rollouts = UnfinishedRollouts()
+    bench.rollouts.restore(state)
     for version, whole in zip((3, 4), expected, strict=True):
         again = bench.draw(version)
         assert values(again) == values(whole)
@@ -187,14 +187,14 @@ def test_an_iteration_that_was_lost_is_drawn_again(tmp_path: Path) -> None:
     module, unfinished = copy.deepcopy(bench.module.state_dict()), pickle.dumps(bench.unfinished)
     whole, after = bench.draw(2), state_tokens(bench.unfinished)
     bench.module.load_state_dict(module)
-    bench.kept.groups = pickle.loads(unfinished)
+    bench.rollouts.groups = pickle.loads(unfinished)
     assert values(bench.draw(2)) == values(whole) and state_tokens(bench.unfinished) == after
 
 
 def test_an_engine_that_fails_leaves_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, untouched = Bench(tmp_path), Bench(tmp_path)
-    for each in (bench, untouched):
-        each.draw(1)
+    for either in (bench, untouched):
+        either.draw(1)
     before = state_tokens(bench.unfinished)
     module, step = copy.deepcopy(bench.module.state_dict()), bench.engine._step
     steps = iter(range(4))
@@ -214,7 +214,7 @@ def test_groups_that_became_too_old_are_dropped(tmp_path: Path) -> None:
         rollout = bench.draw(version)
         oldest.append(version - min(rollout.versions))
         dropped += bench.unfinished.metrics["rollout/too_old_groups"]
-        assert all(version - each <= 1 for each in rollout.versions)
+        assert all(version - drawn_by <= 1 for drawn_by in rollout.versions)
     assert dropped > 0 and max(oldest) == 1
     longer = Bench(tmp_path, max_staleness=100)
     for version in range(1, 9):

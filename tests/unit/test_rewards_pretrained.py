@@ -61,7 +61,7 @@ def images(count, seed=0):
     rng = np.random.default_rng(seed)
     shapes = [(40, 56), (32, 32), (64, 33)]
     small = [rng.integers(0, 256, (4, 4, 3), dtype=np.uint8) for _ in range(count)]
-    return [np.array(Image.fromarray(each).resize(shapes[i % 3][::-1])) for i, each in enumerate(small)]
+    return [np.array(Image.fromarray(picture).resize(shapes[i % 3][::-1])) for i, picture in enumerate(small)]
 
 
 def samples(count=3, **fields):
@@ -108,7 +108,7 @@ def clip_outputs(folder):
     batch = samples()
     pixels = CLIPImageProcessorPil.from_pretrained(folder)([sample.image for sample in batch], return_tensors="pt")
     tokenizer = CLIPTokenizer.from_pretrained(folder)
-    tokens = tokenizer([each.prompt for each in batch], padding=True, truncation=True, return_tensors="pt")
+    tokens = tokenizer([sample.prompt for sample in batch], padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
         return model(**pixels, **tokens), model.logit_scale.exp()
 
@@ -151,7 +151,7 @@ def test_hpsv2_is_the_cosine_of_the_whole_image_with_its_prompt(folders):
     size = model.config.vision_config.image_size
     pixels = torch.stack([fitted_by_pillow(sample.image, size) for sample in batch])
     tokenizer = CLIPTokenizer.from_pretrained(folders["clip"])
-    tokens = tokenizer([each.prompt for each in batch], padding=True, truncation=True, return_tensors="pt")
+    tokens = tokenizer([sample.prompt for sample in batch], padding=True, truncation=True, return_tensors="pt")
     with torch.no_grad():
         outputs = model(pixel_values=pixels, **tokens)
     expected = outputs.logits_per_image.diagonal() / model.logit_scale.exp()
@@ -197,8 +197,8 @@ def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
     batch = samples()
     with torch.no_grad():
         embeddings = []
-        for kept in ([sample.image for sample in batch], [each.source for each in batch]):
-            pixels = processor(kept, return_tensors="pt").pixel_values
+        for pictures in ([sample.image for sample in batch], [sample.source for sample in batch]):
+            pixels = processor(pictures, return_tensors="pt").pixel_values
             if kind == "dinov2":
                 embeddings.append(model(pixels).last_hidden_state[:, 0])
             else:
@@ -212,7 +212,7 @@ def test_similarity_is_the_cosine_with_the_source_image(folders, kind):
 
 
 def attention(queries, keys, values, num_heads, mask=None):
-    split = lambda each: each.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # noqa: E731
+    split = lambda tensor: tensor.unflatten(-1, (num_heads, -1)).transpose(1, 2)  # noqa: E731
     mixed = F.scaled_dot_product_attention(split(queries), split(keys), split(values), attn_mask=mask)
     return mixed.transpose(1, 2).flatten(2)
 
@@ -444,13 +444,13 @@ def test_step_probabilities_are_read_where_steps_end(tmp_path, kind, num_labels)
             expected.append(float(logits.softmax(-1)[1] if num_labels == 2 else logits[0].sigmoid()))
     assert np.std(expected) > 0.001
     answer = {"prompt": "What is 1 + 2?", "group_id": 0}
-    given = [Sample(text="It is\n3.\n\nabc cba", **answer), Sample(text=" \n", **answer), texts()[1]]
-    actual = {how: value.score(given) for how, value in reward.items()}
+    samples_with_steps = [Sample(text="It is\n3.\n\nabc cba", **answer), Sample(text=" \n", **answer), texts()[1]]
+    actual = {how: value.score(samples_with_steps) for how, value in reward.items()}
     wanted = {"min": min(expected), "product": math.prod(expected), "mean": np.mean(expected), "last": expected[-1]}
     for how, value in wanted.items():
         assert actual[how][0] == pytest.approx(value, rel=1e-5), how
         assert math.isnan(actual[how][1]) and math.isfinite(actual[how][2])
-        assert reward[how].score(given[2:]) == pytest.approx(actual[how][2:], rel=1e-5)
+        assert reward[how].score(samples_with_steps[2:]) == pytest.approx(actual[how][2:], rel=1e-5)
 
 
 def test_the_last_answer_of_several_turns_is_scored_with_all_of_them(folders):

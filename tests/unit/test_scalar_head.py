@@ -65,14 +65,14 @@ def square_error(values, batch):
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe", "deepseek_v3"])
 def test_values_of_packed_rows_are_those_of_the_documents_alone(tmp_path, kind):
     packed, alone = build(describe(tmp_path, kind)), build(describe(tmp_path, kind) | {"attention": "eager"})
-    given = samples()
-    (result,) = packed.values([batch(given)])
+    sample_list = samples()
+    (result,) = packed.values([batch(sample_list)])
     assert result.dtype == torch.float32 and result.shape == (1, sum(LENGTHS)) and result.std() > 0.1
-    for values, sample in zip(result[0].split(LENGTHS), given, strict=True):
+    for values, sample in zip(result[0].split(LENGTHS), sample_list, strict=True):
         torch.testing.assert_close(values, alone.values([batch([sample])])[0][0], rtol=1e-6, atol=1e-6)
-    total = packed.forward_backward([batch(given)], square_error)[0]
-    each = alone.forward_backward([batch([sample]) for sample in given], square_error)
-    assert total == pytest.approx(sum(each), rel=1e-6)
+    total = packed.forward_backward([batch(sample_list)], square_error)[0]
+    losses = alone.forward_backward([batch([sample]) for sample in sample_list], square_error)
+    assert total == pytest.approx(sum(losses), rel=1e-6)
     ours, theirs = trainable_parameters(packed.trained), trainable_parameters(alone.trained)
     for name, parameter in theirs.items():
         assert float((ours[name].grad - parameter.grad).norm() / parameter.grad.norm()) < 1e-5, name
@@ -83,10 +83,10 @@ def test_values_of_packed_rows_are_those_of_the_documents_alone(tmp_path, kind):
 def test_a_folder_of_a_causal_model_gets_a_new_head(tmp_path, init_device, tied):
     folder, causal = causal_folder(tmp_path, tie_word_embeddings=tied)
     model = build({"model_path": str(folder)}, init_device=init_device)
-    given = batch(samples()[:1])
-    hidden = causal.model(input_ids=given.input_ids).last_hidden_state
+    token_batch = batch(samples()[:1])
+    hidden = causal.model(input_ids=token_batch.input_ids).last_hidden_state
     head = model.module.score.weight
-    torch.testing.assert_close(model.values([given])[0], (hidden @ head.T)[..., 0], rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(model.values([token_batch])[0], (hidden @ head.T)[..., 0], rtol=1e-5, atol=1e-5)
     other = build({"model_path": str(folder)}, seed=1)
     assert not torch.equal(other.module.score.weight, head)
     assert torch.equal(build({"model_path": str(folder)}).module.score.weight, head)
@@ -94,11 +94,11 @@ def test_a_folder_of_a_causal_model_gets_a_new_head(tmp_path, init_device, tied)
 
 @pytest.mark.parametrize("init_device", ["cpu", "meta"])
 def test_a_head_may_begin_at_zero(tmp_path, init_device):
-    given = batch(samples())
+    token_batch = batch(samples())
     folder, _ = causal_folder(tmp_path)
     for source in (describe(tmp_path), {"model_path": str(folder)}):
         model = build(source, head="zero", init_device=init_device)
-        assert not model.values([given])[0].any()
+        assert not model.values([token_batch])[0].any()
         assert model.module.model.embed_tokens.weight.std() > 0.05
 
 
@@ -114,16 +114,16 @@ def test_an_export_is_a_classifier_of_transformers(tmp_path, init_device):
     folder = exported(model, tmp_path / "out")
     theirs = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForSequenceClassification"]
-    given = batch(samples(), packed=False)
-    ids = given.input_ids
-    mask = torch.arange(ids.shape[1]) < torch.tensor(given.document_lengths)[:, None]
+    token_batch = batch(samples(), packed=False)
+    ids = token_batch.input_ids
+    mask = torch.arange(ids.shape[1]) < torch.tensor(token_batch.document_lengths)[:, None]
     with torch.no_grad():
         expected = theirs(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
-    (values,) = model.values([given])
-    last = values[range(len(given.document_lengths)), torch.tensor(given.document_lengths) - 1]
+    (values,) = model.values([token_batch])
+    last = values[range(len(token_batch.document_lengths)), torch.tensor(token_batch.document_lengths) - 1]
     torch.testing.assert_close(last, expected, rtol=1e-5, atol=1e-5)
     again = build({"model_path": str(folder)}, init_device=init_device)
-    assert torch.equal(again.values([given])[0], values)
+    assert torch.equal(again.values([token_batch])[0], values)
 
 
 def test_a_head_is_trained_beside_adapters_and_exported_with_them(tmp_path):
@@ -136,9 +136,9 @@ def test_a_head_is_trained_beside_adapters_and_exported_with_them(tmp_path):
     for name, parameter in trainable_parameters(model.trained).items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3, generator=torch.Generator().manual_seed(len(name)))
-    given = [batch(samples())]
+    batches = [batch(samples())]
     merged = build({"model_path": str(exported(model, tmp_path / "merged"))})
-    torch.testing.assert_close(merged.values(given), model.values(given), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(merged.values(batches), model.values(batches), rtol=1e-4, atol=1e-5)
 
 
 def test_the_probe_finds_values_that_are_not_those_of_documents_alone(tmp_path):
@@ -158,8 +158,8 @@ def test_the_probe_finds_values_that_are_not_those_of_documents_alone(tmp_path):
 
 def test_bf16_values_are_computed_in_float32(tmp_path):
     exact, half = build(describe(tmp_path)), build(describe(tmp_path), mixed_precision="bf16")
-    given = [batch(samples())]
-    (actual,), (expected,) = half.values(given), exact.values(given)
+    batches = [batch(samples())]
+    (actual,), (expected,) = half.values(batches), exact.values(batches)
     assert actual.dtype == torch.float32 and len(actual.unique()) == len(expected.unique())
     assert 0 < float((actual - expected).abs().max()) < 0.1
 

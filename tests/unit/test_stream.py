@@ -51,7 +51,7 @@ def generate(log: Log, requests: list[Request], iteration: int, version: int) ->
 
 
 def scores_of(ids: list[int]) -> Scores:
-    values = np.array([100.0 + each for each in ids])
+    values = np.array([100.0 + sample_id for sample_id in ids])
     return Scores(total=values, level=values, components={"r": values})
 
 
@@ -303,13 +303,13 @@ class QueuedRole(LocalRole):
                 for handle, value in zip(handles, function(self.state, part, *args) if part else (), strict=True):
                     handle.value, handle.is_done = value, True
 
-        work.handles = [each for some in results for each in some]
+        work.handles = [handle for handles in results for handle in handles]
         self.queue.append(work)
         return results
 
     def lose(self) -> None:
-        for each in self.queue:
-            for handle in getattr(each, "handles", ()):
+        for call in self.queue:
+            for handle in getattr(call, "handles", ()):
                 handle.is_done, handle.error = True, RoleLostError("sampler", [0], "killed")
         self.queue.clear()
 
@@ -336,7 +336,7 @@ class PumpingDriver(Driver):
         self.sampler, self.longest_queue = sampler, 0
 
     def wait(self, pending: Iterable[Any]) -> None:
-        self.longest_queue = max(self.longest_queue, sum(hasattr(each, "handles") for each in self.sampler.queue))
+        self.longest_queue = max(self.longest_queue, sum(hasattr(call, "handles") for call in self.sampler.queue))
         if self.sampler.queue:
             self.sampler.queue.pop(0)()
         else:
@@ -347,9 +347,9 @@ class KeptScorer(ThreadRole):
     """Sees the values of slow handles."""
 
     def submit(self, function: Callable[..., Any], *args: Any, kind: str = "other") -> Any:
-        if any(each.is_lost for each in args):
+        if any(handle.is_lost for handle in args):
             return FailedFuture(ValuesLostError("sampler", (), "its machine is gone"))
-        return super().submit(function, *(LocalHandle(each.fetch()) for each in args), kind=kind)
+        return super().submit(function, *(LocalHandle(handle.fetch()) for handle in args), kind=kind)
 
 
 @dataclass
@@ -367,7 +367,7 @@ class FarActor(LocalRole):
     """Takes values from another machine."""
 
     def bring(self, parts: list) -> Any:
-        if any(each.is_lost for part in parts for each in part):
+        if any(handle.is_lost for part in parts for handle in part):
             return FailedFuture(ValuesLostError("sampler", (), "its machine is gone"))
         return super().bring(parts)
 
@@ -420,7 +420,7 @@ def test_drawing_by_the_newest_weights_in_between_changes_nothing_that_is_learne
 def test_data_parallel_ranks_of_the_sampler_and_of_the_actor_may_differ() -> None:
     stream, _, driver, _ = queued()
     batch = first(stream)
-    assert [each[3] for each in kept_of(batch)] == [[0, 1], [2, 3], [4, 5]]
+    assert [rollout[3] for rollout in kept_of(batch)] == [[0, 1], [2, 3], [4, 5]]
     assert list(batch.rank_batches[0].sample_ids) == list(range(6))
     assert batch.scores.total.tolist() == [100, 101, 102, 103, 104, 105]
     assert driver.longest_queue <= 2, "the sampler is given no more than it needs"
@@ -446,7 +446,7 @@ def test_a_sampler_that_is_lost_makes_again_what_it_had_not_finished(staleness: 
 
     driver.wait = wait_or_lose
     for step, batch in stream.steps():
-        assert [each[1] for each in kept_of(batch)] == [step] * 3
+        assert [rollout[1] for rollout in kept_of(batch)] == [step] * 3
         assert batch.staleness(step)["staleness/max"] <= staleness
         if staleness <= 1:
             assert batch.versions == [max(step - staleness, 0)] * 6
@@ -467,10 +467,10 @@ def test_samples_that_are_lost_with_their_machine_are_drawn_again(
 
     def wait_and_lose(pending: Iterable[Any]) -> None:
         if next(waits) == lost_at:
-            for each in stream.in_flight.rounds:
-                if each.is_generated:
-                    lost.append(each)
-                    for handle in each.handles:
+            for generation_round in stream.in_flight.rounds:
+                if generation_round.is_generated:
+                    lost.append(generation_round)
+                    for handle in generation_round.handles:
                         handle.is_lost, handle.value = True, None
             if and_its_process:
                 sampler.lose()
@@ -478,9 +478,10 @@ def test_samples_that_are_lost_with_their_machine_are_drawn_again(
 
     driver.wait = wait_and_lose
     for step, batch in stream.steps():
-        kept = kept_of(batch)
-        assert [each[1] for each in kept] == [step] * 3 and [each[3] for each in kept] == [[0, 1], [2, 3], [4, 5]]
-        assert [version for each in kept for version in [each[2]] * 2] == batch.versions
+        rollouts = kept_of(batch)
+        assert [rollout[1] for rollout in rollouts] == [step] * 3
+        assert [rollout[3] for rollout in rollouts] == [[0, 1], [2, 3], [4, 5]]
+        assert [version for rollout in rollouts for version in [rollout[2]] * 2] == batch.versions
         assert batch.scores.total.tolist() == [100, 101, 102, 103, 104, 105]
         assert batch.staleness(step)["staleness/max"] <= staleness
         if staleness <= 1:
@@ -503,14 +504,16 @@ def test_a_sampler_that_is_lost_while_it_draws_lost_samples_again() -> None:
             again.append(True)
             sampler.lose()
         elif not lost:
-            lost.extend(handle for each in stream.in_flight.rounds if each.is_being_scored for handle in each.handles)
+            lost.extend(
+                handle for begun in stream.in_flight.rounds if begun.is_being_scored for handle in begun.handles
+            )
             for handle in lost:
                 handle.is_lost, handle.value = True, None
         wait(pending)
 
     driver.wait = wait_and_lose
     for step, batch in stream.steps():
-        assert [each[1:3] for each in kept_of(batch)] == [(step, max(step - 1, 0))] * 3
+        assert [rollout[1:3] for rollout in kept_of(batch)] == [(step, max(step - 1, 0))] * 3
         stream.publish(version=step + 1)
     assert lost and again and sampler.restarts == 1
 
@@ -527,7 +530,7 @@ def test_samples_on_their_way_are_bounded_by_the_memory_for_them() -> None:
     stream, sampler, driver, _ = queued(max_staleness=2, total_steps=3)
     sampler.size, driver.store_bytes = 100, 2200  # three of four values of 100 bytes in a round; an iteration is 600
     for step, _ in stream.steps():
-        begun = {each.step for each in stream.in_flight.rounds if each.is_begun}
+        begun = {sample_round.step for sample_round in stream.in_flight.rounds if sample_round.is_begun}
         assert begun <= {step + 1}, "two iterations and the next would not fit"
         stream.publish(version=step + 1)
 
@@ -552,8 +555,8 @@ def test_roles_return_futures_and_close() -> None:
 
 def test_functions_see_the_values_of_handles() -> None:
     role = LocalRole(1)
-    ((kept, other),) = role.map_remote(lambda state, part: (state + part, "b"), [2], num_values=2)
-    assert role.map(lambda state, part: part, [([kept], (other, 4))]).result() == ([3], ("b", 4))
+    ((handle, other),) = role.map_remote(lambda state, part: (state + part, "b"), [2], num_values=2)
+    assert role.map(lambda state, part: part, [([handle], (other, 4))]).result() == ([3], ("b", 4))
     assert role.map_remote(lambda state, part: part, [None]) == [()]
 
 
@@ -570,7 +573,7 @@ def test_what_roles_did_is_noted_with_its_step_and_the_kind_of_the_work() -> Non
         (event.role, event.kind, event.step, event.version) for event in sorted(events, key=lambda event: event.kind)
     ]
     assert done[:3] == [("actor", "generate", 1, 0)] * 3 and done[4:7] == [("scorer", "score", 1, 0)] * 3
-    assert [each[1] for each in done] == ["generate"] * 3 + ["other"] + ["score"] * 3 + ["update"]
+    assert [kind for _, kind, _, _ in done] == ["generate"] * 3 + ["other"] + ["score"] * 3 + ["update"]
     assert all(event.end >= event.start for event in events)
 
 

@@ -78,7 +78,7 @@ def test_seconds_of_travelling_weights_are_those_of_the_process_that_took_longes
 
 def test_credited_seconds_add_up_to_the_busy_ones(tmp_path: Path, clock: None) -> None:
     rng = random.Random(0)
-    timeline, known, credited, at = Timeline(tmp_path), [], 0.0, 0.0
+    timeline, events, credited, at = Timeline(tmp_path), [], 0.0, 0.0
     timeline.add([event("actor", rank, -2.0, -1.0) for rank in range(2)])
     for step in range(1, 40):
         now = at + rng.uniform(0.5, 3.0)
@@ -87,13 +87,13 @@ def test_credited_seconds_add_up_to_the_busy_ones(tmp_path: Path, clock: None) -
             for end in (rng.uniform(at, now) for _ in range(rng.randrange(4)))
         ]
         timeline.add(new)
-        known += new
+        events += new
         share = timeline.end_step(step, now).get("utilisation/actor", 0.0)
         assert 0.0 <= share <= 1.0
         credited, at = credited + share * 2 * (now - at), now
     for step in range(40, 60):
         credited, at = credited + timeline.end_step(step, at + 10.0)["utilisation/actor"] * 20.0, at + 10.0
-    busy = sum(union_seconds((span.start, span.end) for span in known if span.rank == rank) for rank in range(2))
+    busy = sum(union_seconds((span.start, span.end) for span in events if span.rank == rank) for rank in range(2))
     assert credited == pytest.approx(busy, rel=1e-9) and busy > 20
 
 
@@ -128,8 +128,8 @@ def test_events_may_come_from_several_threads(tmp_path: Path) -> None:
     threads = [threading.Thread(target=feed, args=(rank,)) for rank in range(4)]
     for thread in threads:
         thread.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.join()
     timeline.close()
     assert len(read_events(tmp_path)) == 800
 
@@ -145,7 +145,7 @@ def test_a_run_writes_what_its_roles_did_beside_its_timings(tmp_path: Path) -> N
             run.log(step, {"loss": 0.5}, show={})
         run.close()
     work = [event for event in read_events(tmp_path) if event.role == "actor"]
-    assert [each.step for each in work] == [1, 2, 3, 4], "the resumed run dropped the steps that it repeated"
+    assert [event.step for event in work] == [1, 2, 3, 4], "the resumed run dropped the steps that it repeated"
     windows = step_windows(read_events(tmp_path))
     assert windows[1][1] == windows[2][0] and windows[3][1] == windows[4][0], "steps follow each other"
     lines = read_jsonl(tmp_path / "timings.jsonl")
@@ -193,8 +193,8 @@ def fill(folder: Path, steps: int = 6, samplers: int = 2, calls: int = 4) -> lis
         events.append(event("scorer", 0, start + 5, start + 6, "odd", step + 1))
         events.append(Event("run", 0, "step", start, start + 10, step))
     with closing(JsonLines(folder / "timeline.jsonl")) as file:
-        for each in events:
-            file.write({name: value for name, value in vars(each).items() if value is not None})
+        for added in events:
+            file.write({name: value for name, value in vars(added).items() if value is not None})
     return events
 
 
@@ -203,7 +203,7 @@ def test_a_picture_shows_the_last_steps_of_every_process(tmp_path: Path) -> None
     assert stretch is not None
     assert (stretch.start, stretch.end) == (30.0, 70.0) and list(stretch.ends) == [3, 4, 5, 6]
     assert list(stretch.rows) == [("actor", 0), ("sampler", 0), ("sampler", 1), ("scorer", 0)]
-    assert {each.step for each in stretch.rows["actor", 0]} == {3, 4, 5, 6}
+    assert {span.step for span in stretch.rows["actor", 0]} == {3, 4, 5, 6}
 
 
 def test_many_calls_make_it_shorter_and_many_processes_are_sampled(tmp_path: Path) -> None:

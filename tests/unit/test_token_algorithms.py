@@ -71,10 +71,16 @@ def named(part: object) -> str:
 
 def test_sums_means_and_counts_are_those_of_each_sequence() -> None:
     values = normal()
-    own = [[float(values[row]) for row in range(R) if OF_ROW[row] == index and MASK[row]] for index in range(5)]
-    assert SEQUENCES.sums(values, MASK).tolist() == pytest.approx([math.fsum(value) for value in own])
-    assert SEQUENCES.counts(MASK).tolist() == [len(each) for each in own] == [4, 0, 0, 3, 5]
-    assert SEQUENCES.means(values, MASK).tolist() == pytest.approx([sum(e) / len(e) if e else 0 for e in own])
+    values_of_sequences = [
+        [float(values[row]) for row in range(R) if OF_ROW[row] == index and MASK[row]] for index in range(5)
+    ]
+    assert SEQUENCES.sums(values, MASK).tolist() == pytest.approx(
+        [math.fsum(sequence) for sequence in values_of_sequences]
+    )
+    assert SEQUENCES.counts(MASK).tolist() == [len(sequence) for sequence in values_of_sequences] == [4, 0, 0, 3, 5]
+    assert SEQUENCES.means(values, MASK).tolist() == pytest.approx(
+        [sum(sequence) / len(sequence) if sequence else 0 for sequence in values_of_sequences]
+    )
     assert SEQUENCES.means(values).tolist()[1] == values[5]
     assert SEQUENCES.spread(torch.arange(5.0)).tolist() == OF_ROW
     assert SEQUENCES.sums(values.float(), MASK).dtype == torch.float32
@@ -168,11 +174,11 @@ def test_nothing_outside_the_mask_reaches_a_loss_or_a_gradient(objective: object
     log_ratio, advantages = normal(0.3), normal()
     results = []
     for filled in (0.0, math.nan, math.inf):
-        given = log_ratio.masked_fill(~MASK, filled).requires_grad_(True)
-        losses, stats = objective.loss(given, advantages.masked_fill(~MASK, filled), MASK, SEQUENCES)
+        filled_log_ratio = log_ratio.masked_fill(~MASK, filled).requires_grad_(True)
+        losses, stats = objective.loss(filled_log_ratio, advantages.masked_fill(~MASK, filled), MASK, SEQUENCES)
         losses.sum().backward()
-        assert (losses[~MASK] == 0).all() and (given.grad[~MASK] == 0).all() and losses[MASK].ne(0).any()
-        results.append((losses.detach(), given.grad, torch.stack(list(stats.values()))))
+        assert (losses[~MASK] == 0).all() and (filled_log_ratio.grad[~MASK] == 0).all() and losses[MASK].ne(0).any()
+        results.append((losses.detach(), filled_log_ratio.grad, torch.stack(list(stats.values()))))
         assert not any(value.requires_grad for value in stats.values())
     for result in results[1:]:
         for one, other in zip(result, results[0], strict=True):
@@ -320,12 +326,12 @@ def test_parts_of_a_step_add_up_to_the_whole(mode: str) -> None:
     losses, lengths = normal(), SEQUENCES.spread(SEQUENCES.counts(MASK))
     weights = row_weights(mode, lengths, 12.0, 3.0, 6)
     whole = (weights * losses * MASK).sum()
-    own = [losses[(SEQUENCES.of_row == value) & MASK] for value in (0, 3, 4)]
+    losses_of_sequences = [losses[(SEQUENCES.of_row == value) & MASK] for value in (0, 3, 4)]
     expected = {
-        "token-mean": torch.cat(own).mean(),
-        "seq-mean-token-mean": torch.stack([tensor.mean() for tensor in own]).mean(),
-        "seq-mean-token-sum": torch.stack([tensor.sum() for tensor in own]).mean(),
-        "seq-mean-token-sum-norm": torch.stack([tensor.sum() for tensor in own]).mean() / 6,
+        "token-mean": torch.cat(losses_of_sequences).mean(),
+        "seq-mean-token-mean": torch.stack([tensor.mean() for tensor in losses_of_sequences]).mean(),
+        "seq-mean-token-sum": torch.stack([tensor.sum() for tensor in losses_of_sequences]).mean(),
+        "seq-mean-token-sum-norm": torch.stack([tensor.sum() for tensor in losses_of_sequences]).mean() / 6,
     }[mode]
     torch.testing.assert_close(whole, expected)
     parts = [
@@ -464,8 +470,9 @@ def test_rows_out_of_order_are_refused() -> None:
 def test_whitening_is_over_all_ranks(ddof: int, shift_mean: bool) -> None:
     values = normal(3.0) + 2
     whole = whitened(values.masked_fill(~MASK, math.nan), MASK, ddof=ddof, shift_mean=shift_mean)
-    own = values[MASK]
-    expected = (own - own.mean()) / (own.var(correction=ddof) + 1e-8).sqrt() + (0 if shift_mean else own.mean())
+    valid_values = values[MASK]
+    mean, std = valid_values.mean(), (valid_values.var(correction=ddof) + 1e-8).sqrt()
+    expected = (valid_values - mean) / std + (0 if shift_mean else mean)
     torch.testing.assert_close(whole[MASK], expected)
     assert (whole[~MASK] == 0).all()
     actual = on_two_ranks(lambda rows, reduce: whitened(values[rows], MASK[rows], reduce, ddof, shift_mean=shift_mean))
@@ -532,7 +539,7 @@ def test_the_value_loss_is_clipped_around_the_old_values(factor: float) -> None:
     values = torch.tensor([1.0, 3.0, 0.1, math.nan], requires_grad=True)
     losses, stats = value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 1.0, math.nan]), mask, 0.5, factor)
     losses.sum().backward()
-    assert losses.tolist() == pytest.approx([factor * each for each in (1.0, 3.5**2, 0.9**2, 0.0)])
+    assert losses.tolist() == pytest.approx([factor * value for value in (1.0, 3.5**2, 0.9**2, 0.0)])
     assert values.grad.tolist() == pytest.approx([factor * value for value in (2.0, 0.0, -1.8, 0.0)])
     assert stats["value/clipped"] == 1 and stats["value/error"] == pytest.approx(1 + 1 + 0.81)
     plain, _ = value_loss(values, torch.zeros(4), torch.tensor([0.0, 4.0, 1.0, 0.0]), mask, None, factor)

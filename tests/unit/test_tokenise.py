@@ -56,7 +56,7 @@ def alone(transform, rows):
 
 def together(transform, rows, indices=None):
     indices = range(len(rows)) if indices is None else indices
-    return [(index, plain(found)) for index, found in samples_of(transform, rows, indices)]
+    return [(index, plain(samples)) for index, samples in samples_of(transform, rows, indices)]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -97,9 +97,10 @@ def test_a_tokenizer_with_an_encoding_of_its_own_is_asked(with_offsets):
     begin = ("<s>", tokenizer.convert_tokens_to_ids("<s>"))
     tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
     assert tokenizer("abc")["input_ids"][0] == begin[1]
-    own = copy.copy(tokenizer)
-    own.__class__ = Lower
-    actual, wanted = Encoder(own, with_offsets)(["ABC", "abc"]), Encoder(tokenizer, with_offsets)(["abc", "abc"])
+    lowering_tokenizer = copy.copy(tokenizer)
+    lowering_tokenizer.__class__ = Lower
+    actual = Encoder(lowering_tokenizer, with_offsets)(["ABC", "abc"])
+    wanted = Encoder(tokenizer, with_offsets)(["abc", "abc"])
     for tokens, other in zip(actual, wanted, strict=True):
         assert tokens.input_ids.tolist() == other.input_ids.tolist()
         assert not with_offsets or (tokens.starts.tolist(), tokens.ends.tolist()) == (
@@ -239,10 +240,10 @@ class Faulty:
     ("row", "kind"), [("fails", KeyError), ("fails later", KeyError), ("cannot be encoded", TypeError)]
 )
 def test_an_error_that_is_not_of_the_data_comes_when_its_row_does(row, kind):
-    samples, given = samples_of(Faulty(), ListRows(["a", "stops", "b", row, "c"]), range(5)), []
+    samples, produced = samples_of(Faulty(), ListRows(["a", "stops", "b", row, "c"]), range(5)), []
     with pytest.raises(kind):
-        given.extend((index, str(samples)) for index, samples in samples)
-    assert given == [(0, "['A']"), (1, "rows, row 2 stops"), (2, "['B']")]
+        produced.extend((index, str(samples)) for index, samples in samples)
+    assert produced == [(0, "['A']"), (1, "rows, row 2 stops"), (2, "['B']")]
 
 
 def test_a_row_that_cannot_be_read_spoils_no_other():
@@ -286,11 +287,11 @@ def test_a_stream_goes_on_at_any_sample_with_bad_rows_left_out():
     def read(state=None, count=150, said=None, how=transform):
         bad = BadRows(4, [].append if said is None else said.append)
         stream = TextStream(Sources(["rows"], [rows], None), how, 3, True, 16, bad)
-        state, given = state or {"samples": 0, **stream.begin()}, []
-        for _, found in zip(range(count), stream.read(state), strict=False):
-            state = {**stream.move(state, found), "samples": state["samples"] + 1}
-            given.append((plain([found.sample]), state))
-        return given
+        state, produced = state or {"samples": 0, **stream.begin()}, []
+        for _, numbered in zip(range(count), stream.read(state), strict=False):
+            state = {**stream.move(state, numbered), "samples": state["samples"] + 1}
+            produced.append((plain([numbered.sample]), state))
+        return produced
 
     said, said_alone = [], []
     whole = read(said=said)
@@ -330,8 +331,8 @@ def test_tokenizers_start_no_threads_unless_a_person_says_so():
         print(len(os.listdir("/proc/self/task")) - before, os.environ["TOKENIZERS_PARALLELISM"])
         """
     environment = {name: value for name, value in os.environ.items() if name != "TOKENIZERS_PARALLELISM"}
-    for given, value in (({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")):
-        command = [sys.executable, "-c", code.replace("GIVEN", repr(given))]
+    for added, value in (({}, "false"), ({"TOKENIZERS_PARALLELISM": "true"}, "true")):
+        command = [sys.executable, "-c", code.replace("GIVEN", repr(added))]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         threads, setting = done.stdout.split()
         assert setting == value and (int(threads) == 0 if value == "false" else int(threads) >= 0)

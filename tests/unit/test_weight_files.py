@@ -72,7 +72,7 @@ def deepseek() -> nn.Module:
 
 def assert_equal(module: nn.Module, expected: nn.Module) -> None:
     """Weights and all buffers, also those in no file."""
-    left, right = (each.state_dict() | dict(each.named_buffers()) for each in (module, expected))
+    left, right = (side.state_dict() | dict(side.named_buffers()) for side in (module, expected))
     assert left.keys() == right.keys()
     assert [name for name, value in left.items() if not torch.equal(value, right[name])] == []
 
@@ -132,11 +132,11 @@ def test_a_converter_that_splits(tmp_path: Path):
     truth = qwen()
     tensors = truth.state_dict()
     for layer in ("model.layers.0", "model.layers.1"):
-        joined = [tensors.pop(f"{layer}.self_attn.{each}_proj.weight") for each in "qkv"]
+        joined = [tensors.pop(f"{layer}.self_attn.{projection}_proj.weight") for projection in "qkv"]
         tensors[f"{layer}.self_attn.qkv.weight"] = torch.cat(joined)
         tensors[f"{layer}.self_attn.out.weight"] = tensors.pop(f"{layer}.self_attn.o_proj.weight").t().contiguous()
     save_file(tensors, tmp_path / "model.safetensors")
-    names = [f"self_attn.{each}_proj.weight" for each in "qkv"]
+    names = [f"self_attn.{projection}_proj.weight" for projection in "qkv"]
     mapping = [
         WeightConverter("self_attn.qkv.weight", names, [Chunk(dim=0)]),
         WeightConverter("self_attn.out.weight", "self_attn.o_proj.weight", [Transpose(0, 1)]),
@@ -161,14 +161,14 @@ def test_parts_are_those_of_the_whole():
     unequal = [seeded(2, 4), seeded(0, 4), seeded(3, 4)]
     first, second, third = equal_parts(seeded(7, 2), 0, 3)
     sources: list[tuple[TensorSource, torch.Tensor]] = [
-        (Stacked(single, 0), torch.stack([each.tensor for each in single])),
-        (Stacked(single, 1), torch.stack([each.tensor for each in single], 1)),
-        (Joined(unequal, 0), torch.cat([each.tensor for each in unequal])),
+        (Stacked(single, 0), torch.stack([held.tensor for held in single])),
+        (Stacked(single, 1), torch.stack([held.tensor for held in single], 1)),
+        (Joined(unequal, 0), torch.cat([held.tensor for held in unequal])),
         (
             Joined([Stacked(single, 0), Stacked(single, 0)], 1),
-            torch.stack([each.tensor for each in single]).repeat(1, 2, 1),
+            torch.stack([held.tensor for held in single]).repeat(1, 2, 1),
         ),
-        (Swapped(Stacked(single, 1), 0, 2), torch.stack([each.tensor for each in single], 1).transpose(0, 2)),
+        (Swapped(Stacked(single, 1), 0, 2), torch.stack([held.tensor for held in single], 1).transpose(0, 2)),
         (Joined([first, second, third], 0), seeded(7, 2).tensor),
         (third, seeded(7, 2).tensor[6:]),
     ]
@@ -176,7 +176,7 @@ def test_parts_are_those_of_the_whole():
         assert source.shape == whole.shape and source.dtype == whole.dtype
         spans = [[(start, stop) for stop in range(size + 1) for start in range(stop + 1)] for size in whole.shape]
         for spanned in itertools.islice(itertools.product(*spans), 0, None, 7):
-            box = tuple(slice(*each) for each in spanned)
+            box = tuple(slice(*span) for span in spanned)
             assert torch.equal(source.read(box), whole[box]), (source, box)
 
 
@@ -319,7 +319,7 @@ def test_adapters_beside_weights_on_meta(tmp_path: Path):
         parameter.requires_grad for parameter in adapted(qwen()).parameters()
     ]
     trained = whole_weights(module, ALONE, only_trainable=True)
-    assert len(trained) == 4 and all("lora" in each for each in trained)
+    assert len(trained) == 4 and all("lora" in name for name in trained)
     assert "adapters are on meta" in refusal(adapted(build_on_meta(qwen)), tmp_path)
 
 
