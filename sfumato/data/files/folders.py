@@ -27,7 +27,7 @@ DATASET_INFO = "dataset_info.json"
 """LLaMA-Factory's list of data sets; the library datasets gives a file of its own the same name."""
 NOT_DATA = {DATASET_INFO, "dataset_infos.json", "dataset_dict.json", "state.json"}
 """Files that datasets writes beside the rows."""
-KEPT_BY_DATASETS = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
+DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 """Results of ``map`` and ``filter``, which datasets keeps beside the rows that they were made of."""
 SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})")
 """How datasets numbers the files of a table, the first from 0: train-00000-of-00002.parquet."""
@@ -261,7 +261,7 @@ def describe_runs(folder: Path, runs: Sequence[Path]) -> list[str]:
 
 def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool) -> FolderFiles:
     """Those of the files in a folder that are read; nothing is opened. Raises DataError for none."""
-    inside = [file for file in inside if not KEPT_BY_DATASETS.fullmatch(file.name)]
+    inside = [file for file in inside if not DATASETS_CACHE.fullmatch(file.name)]
     readable = [file for file in inside if data_ending(file) in ENDINGS and file.name not in NOT_DATA]
     if not readable:
         endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"

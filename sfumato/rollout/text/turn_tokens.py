@@ -59,12 +59,12 @@ def _without_end(template: PromptTemplate, tail: str, last_token: int) -> str:
     ``<|end|>``. Line breaks in front of the token belong to the answer, too. A template that writes no end begins the
     next message with the token that was drawn, or with another one, which stays.
     """
-    own = decode_text(template.tokenizer, [last_token], skip_special_tokens=False)
+    drawn_end = decode_text(template.tokenizer, [last_token], skip_special_tokens=False)
     assert template.chat is not None, "there is no chat template"
     writes_end = not template.chat.answer_end.is_appended
     names = special_names(template.tokenizer) if writes_end else []
     stripped = tail.lstrip()
-    end = next((name for name in (own, *names) if stripped.startswith(name)), "")
+    end = next((name for name in (drawn_end, *names) if stripped.startswith(name)), "")
     return stripped.removeprefix(end) if end else tail
 
 
