@@ -251,7 +251,7 @@ def test_advantages_of_flow_factory(name: str) -> None:
     """gdpo ignores the choice of the standard deviation, and so has none here."""
     golden = V08["flow_factory_two_rewards"]
     components = {name: torch.tensor(golden[name], dtype=torch.float64) for name in ("r1", "r2")}
-    total = sum(weight * components[each] for each, weight in golden["weights"].items())
+    total = sum(weight * components[reward] for reward, weight in golden["weights"].items())
     if name.startswith("gdpo"):
         advantage = GDPO(clip=math.inf)
     else:
@@ -266,7 +266,7 @@ def test_advantages_of_dance_grpo() -> None:
 
 
 def test_group_ids_that_float32_would_merge_stay_apart() -> None:
-    ids = [int(each) for each in V08["id_float32_gather_hazard"]["ids"]]
+    ids = [int(text) for text in V08["id_float32_gather_hazard"]["ids"]]
     rewards = torch.tensor([0.0, 1.0, 5.0, 9.0, 2.0, 2.0], dtype=torch.float64)
     groups = torch.tensor([ids[0], ids[0], ids[1], ids[1], ids[2], ids[2]])
     assert GroupAdvantage(std="none").compute(rewards, groups).values.tolist() == [-0.5, 0.5, -2, 2, 0, 0]
@@ -291,10 +291,11 @@ def mixgrpo(start: str) -> list:
 
 def test_sliding_windows_are_those_of_mixgrpo_without_the_empty_one() -> None:
     window = SlidingWindow(size=4, range=(0, 12), iters_per_group=3, stride=1)
-    published = [each for each in mixgrpo("mixgrpo_progressive iters") if each]
+    published = [steps for steps in mixgrpo("mixgrpo_progressive iters") if steps]
     assert [window.steps(13, 0, iteration) for iteration in range(len(published))] == published
     window = SlidingWindow(size=4, range=(0, 12), iters_per_group=2, stride=None, roll_back=False)
-    published = [each or [8, 9, 10, 11] for each in mixgrpo("mixgrpo_progressive_no_overlap")]  # here: stays at the end
+    # where theirs is empty, ours stays at the end
+    published = [steps or [8, 9, 10, 11] for steps in mixgrpo("mixgrpo_progressive_no_overlap")]
     assert [window.steps(13, 0, iteration) for iteration in range(len(published))] == published
 
 
@@ -336,7 +337,7 @@ def test_closed_form_log_ratio_is_precise() -> None:
         new_mean = mean + std * row["mean_shift_over_std"] * shift
         drawn = mean + std * noise
         exact = -((drawn.double() - new_mean.double()) ** 2 - (drawn.double() - mean.double()) ** 2) / (2 * std**2)
-        steps = [gaussian(each, std) for each in (mean, new_mean)]
+        steps = [gaussian(step_mean, std) for step_mean in (mean, new_mean)]
         error = (steps[1].log_ratio(mean, drawn).double() - exact.flatten(1).mean(1)).abs().max()
         difference = steps[1].log_prob(drawn) - steps[0].log_prob(drawn)
         floor = (difference.double() - exact.flatten(1).mean(1)).abs().max()

@@ -38,8 +38,8 @@ def pairs(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Policies, Enc
     policies.parallelize(Mesh(Layout(), torch.device("cpu")), loaded.train)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for each in model.denoiser.parameters():
-            each += 0.02 * torch.randn(each.shape, generator=generator)
+        for parameter in model.denoiser.parameters():
+            parameter += 0.02 * torch.randn(parameter.shape, generator=generator)
     latents = torch.randn(2, 2, *model.latent_shape(16, 16), generator=generator)
     return policies, EncodedBatch(latents, model.encode_prompts(["write A", "write B"]), IDS, 2, (16, 16)), config
 

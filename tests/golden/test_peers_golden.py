@@ -68,8 +68,8 @@ def test_stochastic_steps(case: dict) -> None:
     sigma, sigma_next = (SIGMAS[params["step_index"] + value].expand(3) for value in (0, 1))
     velocity = INPUTS["model_output_new"].clone().requires_grad_(True)
     old, new = (
-        dynamics.step(each, INPUTS["latents"], sigma, sigma_next, float(SIGMAS[1]))
-        for each in (INPUTS["model_output"], velocity)
+        dynamics.step(output, INPUTS["latents"], sigma, sigma_next, float(SIGMAS[1]))
+        for output in (INPUTS["model_output"], velocity)
     )
     drawn = old.draw(INPUTS["noise"])
     # what is called std_dev_t of Dance-SDE is the noise level in Flow-Factory, the standard deviation elsewhere

@@ -70,7 +70,7 @@ def test_group_ids_are_exact_integers() -> None:
     assert result.values.tolist() == [-0.5, 0.5, -2, 2]
 
 
-@pytest.mark.parametrize("advantage", ALL, ids=lambda each: f"{each.type}-{getattr(each, 'values', '')}")
+@pytest.mark.parametrize("advantage", ALL, ids=lambda advantage: f"{advantage.type}-{getattr(advantage, 'values', '')}")
 def test_a_gap_changes_nothing_for_the_others(advantage: object) -> None:
     rewards, groups = [1.0, 2, 5, 3, 3, 7, 4, 9], [0, 0, 0, 1, 1, 2, 2, 2]
     with_gaps, without = of(advantage, [*rewards, NAN, math.inf], [*groups, 0, 1]), of(advantage, rewards, groups)
@@ -85,19 +85,19 @@ def test_a_gap_changes_nothing_for_the_others(advantage: object) -> None:
     )
 
 
-@pytest.mark.parametrize("advantage", ALL, ids=lambda each: f"{each.type}-{getattr(each, 'values', '')}")
+@pytest.mark.parametrize("advantage", ALL, ids=lambda advantage: f"{advantage.type}-{getattr(advantage, 'values', '')}")
 def test_nothing_scored_and_nothing_at_all(advantage: object) -> None:
     nothing = of(advantage, [NAN, NAN], [0, 1])
     assert nothing.values.tolist() == [0, 0] and nothing.no_spread.all() and nothing.failed.all()
     assert of(advantage, [], []).values.tolist() == []
 
 
-@pytest.mark.parametrize("advantage", ALL, ids=lambda each: f"{each.type}-{getattr(each, 'values', '')}")
+@pytest.mark.parametrize("advantage", ALL, ids=lambda advantage: f"{advantage.type}-{getattr(advantage, 'values', '')}")
 def test_the_order_of_samples_does_not_matter(advantage: object) -> None:
     rewards, groups = [1.0, 2, 5, 3, 7, 4, 9, NAN], [5, 1, 5, 1, 5, 1, 1, 5]
     order = [3, 7, 0, 6, 2, 5, 1, 4]
     straight = of(advantage, rewards, groups)
-    shuffled = of(advantage, [rewards[each] for each in order], [groups[each] for each in order])
+    shuffled = of(advantage, [rewards[place] for place in order], [groups[place] for place in order])
     torch.testing.assert_close(shuffled.values, straight.rows(order).values)
     assert shuffled.left_out.tolist() == straight.rows(order).left_out.tolist()
 

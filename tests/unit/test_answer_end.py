@@ -70,7 +70,7 @@ def test_every_answer_of_a_conversation_learns_the_end(name, tmp_path):
     tokenizer, taught = tokenizer_of(name, tmp_path), FOLDERS[name].taught
     messages = [user("a"), assistant("first"), user("b"), assistant("second"), user("c"), assistant("third")]
     encoded = build_chat_template(None, tokenizer).encode(messages, "row")
-    whole = "".join(learned(tokenizer, each) for each in encoded)
+    whole = "".join(learned(tokenizer, encoding) for encoding in encoded)
     for answer in ("first", "second", "third"):
         assert f"{answer}{taught}" in whole
     assert len(encoded) == (3 if name == "gpt_oss" else 1)  # it ends earlier answers with <|end|>, as it shows history
@@ -90,7 +90,7 @@ def test_glm_learns_the_marker_that_follows_an_answer_and_after_a_call_the_other
         assert tokenizer.decode(ids.tolist()).count("<|observation|>") == 1
     asked = [user("a"), assistant("x"), {"role": "system", "content": "s"}, user("b"), assistant("y")]
     encoded = template.encode(asked, "row")  # <|system|> is no end: the first answer gets one in a text of its own
-    assert [learned(tokenizer, each) for each in encoded] == ["x<|user|>", "y<|user|>"]
+    assert [learned(tokenizer, encoding) for encoding in encoded] == ["x<|user|>", "y<|user|>"]
 
 
 def test_a_reward_model_is_given_conversations_as_the_template_writes_them(tmp_path):
@@ -156,7 +156,7 @@ def test_templates_of_other_families(name, tmp_path):
     specials = sorted({eos, *re.findall(r"<\|[A-Za-z_]+\|>|\[/?INST\]|</?s>", text)})
     tokenizer.add_special_tokens({"eos_token": eos, "additional_special_tokens": specials})
     encoded = build_chat_template(str(path), tokenizer).encode([user("a"), assistant("x"), user("b")], "row")
-    assert [learned(tokenizer, each) for each in encoded] == [expected]
+    assert [learned(tokenizer, encoding) for encoding in encoded] == [expected]
 
 
 def test_an_end_that_is_an_added_token_and_no_special_one(tmp_path):
@@ -185,7 +185,7 @@ def test_a_template_that_ends_answers_with_plain_text_learns_the_end_of_a_text(t
     tokenizer = build_tokenizer()
     template = build_chat_template(str(path), tokenizer)
     encoded = template.encode([user("a"), assistant("x"), user("b"), assistant("y")], "row")
-    assert [learned(tokenizer, each) for each in encoded] == ["x\n\n<|endoftext|>", "y\n\n<|endoftext|>"]
+    assert [learned(tokenizer, encoding) for encoding in encoded] == ["x\n\n<|endoftext|>", "y\n\n<|endoftext|>"]
     assert "appends the end of a text" in template.answer_end.describe()[0]
 
 

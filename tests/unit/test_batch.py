@@ -24,7 +24,7 @@ def trajectories(rows: int, proximal: bool = False, steps: tuple[int, ...] = (1,
     return Trajectories([*steps], torch.linspace(1, 0, 5), latents, latents + 1, latents + 2, latents[..., 0], means)
 
 
-def rollout(groups: list[int], first_id: int, kept: Any) -> DiffusionRollout:
+def rollout(groups: list[int], first_id: int, sampled: Any) -> DiffusionRollout:
     """Samples of which the first of each group brings its conditioning."""
     begins = [group not in groups[:row] for row, group in enumerate(groups)]
     requests = [
@@ -33,7 +33,7 @@ def rollout(groups: list[int], first_id: int, kept: Any) -> DiffusionRollout:
     ]
     names = list(dict.fromkeys(groups))
     conditioning = Conditioning({"prompt": torch.tensor(names)[:, None].float()})
-    return DiffusionRollout.made(requests, kept, conditioning, names, kept.latents, 3, [""] * len(groups))
+    return DiffusionRollout.made(requests, sampled, conditioning, names, sampled.latents, 3, [""] * len(groups))
 
 
 def test_nothing_is_dropped_when_micro_batches_are_joined() -> None:
@@ -49,16 +49,16 @@ def test_nothing_is_dropped_when_micro_batches_are_joined() -> None:
 
 
 def test_tensors_go_to_a_device_and_stay_where_they_are() -> None:
-    kept = trajectories(2)
-    assert kept.to(torch.device("cpu")).latents is kept.latents
-    there = rollout([0, 0], 0, kept).to(torch.device("meta"))
+    sampled = trajectories(2)
+    assert sampled.to(torch.device("cpu")).latents is sampled.latents
+    there = rollout([0, 0], 0, sampled).to(torch.device("meta"))
     result = there.latents, there.kept.sigmas, there.kept.means, there.conditioning.tensors["prompt"]
     assert {tensor.device.type for tensor in result} == {"meta"} and there.versions == [3, 3]
 
 
 def test_a_rank_learns_from_its_samples_in_the_order_of_their_ids() -> None:
     parts = rollout([1, 1], 2, trajectories(2)), rollout([0, 0], 0, trajectories(2))
-    samples = [[Sample(text=str(each), prompt="", group_id=0) for each in part.sample_ids] for part in parts]
+    samples = [[Sample(text=str(sample_id), prompt="", group_id=0) for sample_id in part.sample_ids] for part in parts]
     whole = join_rollouts(RankBatch(parts, samples, {0: 0, 1: 1, 3: 2}), torch.device("cpu"))
     assert whole.sample_ids == [0, 1, 3] and [sample.text for sample in whole.samples] == ["0", "1", "3"]
     assert torch.equal(whole.latents[2], parts[0].latents[1]) and torch.equal(whole.kept.latents, whole.latents)

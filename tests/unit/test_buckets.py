@@ -177,8 +177,8 @@ def test_evaluation_has_each_row_once_and_batches_of_one_size() -> None:
         results.append(batches)
         for batch in batches:
             assert len(batch.indices) == 2 and {int(numbers[row]) for row in batch.indices} == {batch.bucket}
-    assert len({len(each) for each in results}) == 1
-    ids = [sample_id for each in itertools.chain(*results) for sample_id in each.sample_ids if sample_id >= 0]
+    assert len({len(batches) for batches in results}) == 1
+    ids = [sample_id for batch in itertools.chain(*results) for sample_id in batch.sample_ids if sample_id >= 0]
     assert sorted(ids) == list(range(21))
 
 
@@ -214,11 +214,11 @@ def test_rows_are_sorted_by_the_heads_of_their_images(images: Path, monkeypatch:
     # sizes are kept beside the latents; a damaged file is read again, another caption column is another data set
     monkeypatch.setattr(module, "read_sizes", None)
     assert sorted_rows(images, said, **cache)[1].digest == result.digest
-    [kept] = (images.parent / "cache").glob("sizes_*.npz")
-    kept.write_bytes(kept.read_bytes()[:-3])
+    [stored] = (images.parent / "cache").glob("sizes_*.npz")
+    stored.write_bytes(stored.read_bytes()[:-3])
     monkeypatch.setattr(module, "read_sizes", read_sizes)
     assert sorted_rows(images, said, **cache)[1].digest == result.digest
-    assert np.load(kept)["sizes"].shape == (13, 2)
+    assert np.load(stored)["sizes"].shape == (13, 2)
     # a picture that is replaced by one of another shape is looked at anew
     Image.new("RGB", (40, 20)).save(images.parent / "0.png")
     assert sorted_rows(images, said, **cache)[1].numbers.tolist()[:2] == [1, 1]

@@ -163,7 +163,8 @@ def test_threads_share_a_template(tmp_path):
     try:
         with ThreadPoolExecutor(8) as pool:
             together = [
-                each[0] for each in pool.map(lambda conversation: template.encode(conversation, "row"), conversations)
+                encoded[0]
+                for encoded in pool.map(lambda conversation: template.encode(conversation, "row"), conversations)
             ]
     finally:
         sys.setswitchinterval(interval)
@@ -234,7 +235,7 @@ def test_generation_blocks_that_leave_out_earlier_thoughts_give_one_sample_for_e
     messages = [message for i in range(3) for message in (user(f"question {i}"), assistant(said[i]))]
     messages[1]["loss_mask"] = first_mask
     encoded = template.encode(messages, "row")
-    learned = [learned_text(tokenizer, each) for each in encoded]
+    learned = [learned_text(tokenizer, sample) for sample in encoded]
     assert learned == [text + "<|im_end|>" for text in said[1 - first_mask :]]
     assert "about 1" not in tokenizer.decode(encoded[-1][0].tolist()), "the model sees no earlier thoughts"
 

@@ -96,16 +96,16 @@ def test_keys_and_values_are_those_of_transformers_cache(tmp_path: Path) -> None
 
 def test_what_an_actor_draws_follows_from_where_the_sampler_is(tmp_path: Path) -> None:
     """With a sampler of its own it evaluates alone; where weights are cut it has a copy of the whole model."""
-    own = {"engine": {"type": "embedded", "cache_gb": 1e-5}, "hybrid_engine": False}
+    rollout_settings = {"engine": {"type": "embedded", "cache_gb": 1e-5}, "hybrid_engine": False}
     settings = {"data": {"max_prompt_tokens": 24}, "eval": {"num_prompts": 6, "max_new_tokens": 20}}
-    apart = load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, rollout=own, **settings))
+    apart = load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, rollout=rollout_settings, **settings))
     two = Layout(dp_shard=2)
     drawn = drawn_at_a_time(apart, two)
     assert (drawn.num_sequences, drawn.length) == (3, 44)
     more = {"over_sampling_batch_size": 6, "engine": {"type": "embedded", "max_batch_size": 20}}
     together = load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, rollout=more, **settings))
-    assert [drawn_at_a_time(together, each).num_sequences for each in (Layout(), two)] == [20, 12]
-    memory, late = RankMemory({"gradients": 12}), {"rollout": {**own, "async_strategy": "one-step-off"}}
+    assert [drawn_at_a_time(together, layout).num_sequences for layout in (Layout(), two)] == [20, 12]
+    memory, late = RankMemory({"gradients": 12}), {"rollout": {**rollout_settings, "async_strategy": "one-step-off"}}
     add_previous(memory, apart)
     assert list(memory.parts) == ["gradients"]
     add_previous(memory, load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **late)))

@@ -38,7 +38,7 @@ FIELDS = {
 def run(*command: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
     values = {**os.environ, "PYTHON": sys.executable, **environment}
     return subprocess.run(
-        [str(each) for each in command], capture_output=True, text=True, env=values, timeout=300, check=False
+        [str(argument) for argument in command], capture_output=True, text=True, env=values, timeout=300, check=False
     )
 
 
@@ -118,7 +118,7 @@ def _check_pod(pod: dict[str, Any]) -> None:
 
 def test_the_manifest_starts_a_task_that_exists() -> None:
     entrypoint = yaml.safe_load((CLUSTER / "kuberay_rayjob.yaml").read_text())["spec"]["entrypoint"]
-    assert all((ROOT / each).is_file() for each in re.findall(r"\S+\.(?:sh|py|yaml)", entrypoint))
+    assert all((ROOT / path).is_file() for path in re.findall(r"\S+\.(?:sh|py|yaml)", entrypoint))
     assert "--train.load_checkpoint_path auto" in entrypoint and "--runtime.backend ray" in entrypoint
 
 
@@ -129,8 +129,8 @@ def test_the_image_copies_what_is_there_and_is_no_root() -> None:
     assert "pyproject.toml" in copied and all((ROOT / name).exists() for name in copied)
     assert [word[1] for word in words if word[0] == "USER"] == ["1000"]
     extras = next(word[1] for word in words if word[0] == "ARG" and word[1].startswith("EXTRAS="))
-    known = importlib.metadata.metadata("sfumato").get_all("Provides-Extra")
-    assert set(extras.removeprefix("EXTRAS=").split(",")) - {"ray"} <= set(known)
+    provided = importlib.metadata.metadata("sfumato").get_all("Provides-Extra")
+    assert set(extras.removeprefix("EXTRAS=").split(",")) - {"ray"} <= set(provided)
     installed = next(word for word in words if word[:2] == ["RUN", "apt-get"])
     assert {"libibverbs1", "ibverbs-providers", "librdmacm1"} <= set(installed), "what NCCL needs for InfiniBand"
     assert "://" not in "\n".join(lines), "addresses of registries are build arguments"
@@ -166,8 +166,8 @@ def test_one_file_says_to_docker_and_podman_what_is_copied() -> None:
     others = ["Containerfile.dockerignore", ".containerignore", "Containerfile.containerignore", "Dockerfile"]
     assert not [name for name in others if (ROOT / name).exists()], "either program would read it instead"
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
-    left = [name for name in tracked if not is_copied(name)]
-    assert [name for name in left if not name.startswith(".")] in (
+    uncopied = [name for name in tracked if not is_copied(name)]
+    assert [name for name in uncopied if not name.startswith(".")] in (
         [],
         ["CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Containerfile"],
     )
@@ -185,8 +185,8 @@ def test_the_dashboard_of_a_cluster_on_kubernetes_asks_for_a_token() -> None:
 
 def test_constraints_hold_what_ray_needs() -> None:
     pinned = {Requirement(line).name.lower() for line in _lines("constraints.txt")}
-    wanted = [Requirement(each) for each in importlib.metadata.requires("ray") or []]
-    assert {each.name.lower() for each in wanted if each.marker is None} | {"ray"} <= pinned
+    wanted = [Requirement(line) for line in importlib.metadata.requires("ray") or []]
+    assert {requirement.name.lower() for requirement in wanted if requirement.marker is None} | {"ray"} <= pinned
 
 
 def _lines(name: str) -> list[str]:
@@ -208,9 +208,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "PYTHONPATH": str(ROOT),
     }
     run("bash", CLUSTER / "stop.sh", SFUMATO_CLUSTER_DIR=str(folder / "state"))
-    left = run("pgrep", "-f", f"{folder}/").stdout.split()
+    pids = run("pgrep", "-f", f"{folder}/").stdout.split()
     shutil.rmtree(folder)
-    assert not left
+    assert not pids
 
 
 @pytest.mark.slow

@@ -47,17 +47,17 @@ def finish(
     bench: ModuleType, name: str, rewards: list[float], second: float | None = None, seed: int | None = None
 ) -> None:
     """A run folder whose evaluations are evenly spaced from the first to the last iteration."""
-    shipped = algorithm(bench, name, seed)
-    shipped.folder.mkdir(parents=True)
-    (shipped.folder / "config.yaml").write_text(config_text(shipped.config))
-    steps = np.linspace(0, shipped.config.train.max_steps, len(rewards)).astype(int).tolist()
+    contender = algorithm(bench, name, seed)
+    contender.folder.mkdir(parents=True)
+    (contender.folder / "config.yaml").write_text(config_text(contender.config))
+    steps = np.linspace(0, contender.config.train.max_steps, len(rewards)).astype(int).tolist()
     lines = [{"step": step, bench.REWARD: reward} for step, reward in zip(steps, rewards, strict=True)]
-    (shipped.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (contender.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     blank = np.full((8, 8, 3), 255, np.uint8)
     records = [SampleRecord(blank, "eval", 'write "ABC"', 0, index, total=index / 3) for index in range(4)]
-    save_samples(shipped.folder, 0, records)
+    save_samples(contender.folder, 0, records)
     if second is not None:
-        (shipped.folder / "second_reader.json").write_text(json.dumps({"before": 0.25, "after": second}))
+        (contender.folder / "second_reader.json").write_text(json.dumps({"before": 0.25, "after": second}))
 
 
 def row_of(page: str, title: str) -> list[str]:

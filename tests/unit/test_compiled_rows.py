@@ -38,8 +38,8 @@ def compiler(monkeypatch):
 
 def numbers_of(model: LanguageModel) -> list[float]:
     """Losses of rows of many lengths, one after the other, and log-probabilities without gradients."""
-    given = samples()
-    rows = [batch(given[: count + 1]) for count in range(NUM_ROWS)]
+    sample_list = samples()
+    rows = [batch(sample_list[: count + 1]) for count in range(NUM_ROWS)]
     results = [*model.forward_backward(rows, sum_of_losses)]
     log_probs = model.token_log_probs(rows[:3])
     assert [log_prob.shape for log_prob in log_probs] == [row.labels.shape for row in rows[:3]]

@@ -580,8 +580,8 @@ def fields_of(schema, prefix=""):
     for name, field in schema.model_fields.items():
         path = f"{prefix}{name}"
         nested = list(annotated_parts(field.annotation))
-        section = next((each for each in nested if isinstance(each, type) and issubclass(each, BaseModel)), None)
-        variant = next((each for each in [*field.metadata, *nested] if isinstance(each, Variant)), None)
+        section = next((part for part in nested if isinstance(part, type) and issubclass(part, BaseModel)), None)
+        variant = next((part for part in [*field.metadata, *nested] if isinstance(part, Variant)), None)
         yield path, variant, section, field
         if section is not None:
             yield from fields_of(section, f"{path}.")
@@ -590,8 +590,8 @@ def fields_of(schema, prefix=""):
 def annotated_parts(annotation):
     """An annotation and everything inside it, the metadata of ``Annotated`` included."""
     yield annotation
-    for each in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())):
-        yield from annotated_parts(each)
+    for part in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())):
+        yield from annotated_parts(part)
 
 
 def test_the_walk_finds_what_is_known_to_be_there():
@@ -627,14 +627,14 @@ def test_help_lists_every_field_with_a_sentence_and_its_default(schema):
             assert len(lines[start].split()) >= 5, f"{cls} has no sentence"
             below = lines[start : start + 1 + len(dataclasses.fields(cls))]
             entry = f"{path}.0" if "list" in str(field.annotation) else path
-            for each in dataclasses.fields(cls):
-                line = next(line for line in below if line.startswith(f"        {entry}.{each.name} = "))
+            for setting in dataclasses.fields(cls):
+                line = next(line for line in below if line.startswith(f"        {entry}.{setting.name} = "))
                 value, _, text = line.partition(" = ")[2].partition("  ")
-                made = each.default_factory is not dataclasses.MISSING
-                default = each.default_factory() if made else each.default
+                made = setting.default_factory is not dataclasses.MISSING
+                default = setting.default_factory() if made else setting.default
                 assert value == ("required" if default is dataclasses.MISSING else str(default)), line
-                assert len(text.split()) >= 2, f"{cls.__name__}.{each.name} has no sentence"
-                assert text == attribute_docs(cls)[each.name]
+                assert len(text.split()) >= 2, f"{cls.__name__}.{setting.name} has no sentence"
+                assert text == attribute_docs(cls)[setting.name]
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["-h"], ["config.yaml", "--help"]])
@@ -656,8 +656,8 @@ def test_the_whole_surface_stays_small():
             for cls in find_variants(variant.source).values() if variant else []:
                 if modality and getattr(cls, "modality", "") not in ("", modality):
                     continue  # which this task refuses
-                own = {(declaring_class(cls, field.name), field.name) for field in dataclasses.fields(cls)}
-                special = [name for declaring, name in own if declaring is not Reward]
+                declared = {(declaring_class(cls, field.name), field.name) for field in dataclasses.fields(cls)}
+                special = [name for declaring, name in declared if declaring is not Reward]
                 assert len(special) <= 14, f"{cls.__name__} has {len(special)} fields"
                 parts |= {(variant.source, field.name) for field in dataclasses.fields(cls)}  # one name, one meaning
         limit = 280 if schema is TextRLConfig else 250

@@ -68,7 +68,7 @@ def typos(key):
     """The key with two letters swapped, and with one too many."""
     middle = len(key) // 2
     swapped = key[: middle - 1] + key[middle] + key[middle - 1] + key[middle + 1 :]
-    return [each for each in (f"{key}x", swapped) if each != key]
+    return [typo for typo in (f"{key}x", swapped) if typo != key]
 
 
 def renamed(content, path, name):

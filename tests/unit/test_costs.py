@@ -65,7 +65,7 @@ def test_costs_are_what_torch_counts(case: str, tmp_path: Path) -> None:
     policies = Policies(model, config.algorithm.other_policies)
     policies.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
     policies.policy_changed()
-    costs, kept = count_costs(SimpleNamespace(model=model), config), None
+    costs, sampled = count_costs(SimpleNamespace(model=model), config), None
     assert costs.flops(8, 12.0) == {"generate": 8 * costs.sample, "update": 12 * costs.row}
 
     conditioning, ids = model.encode_prompts(["write a", "write b"]), [0, 1]
@@ -74,23 +74,23 @@ def test_costs_are_what_torch_counts(case: str, tmp_path: Path) -> None:
     parts = config.algorithm
 
     def draw() -> None:
-        nonlocal kept
+        nonlocal sampled
         if isinstance(config, TrajectoryRLConfig):
             settings = {"dynamics": parts.dynamics, "trained_steps": [0, 1]}
-            _, kept = sample_trajectories(model, conditioning, ids, **settings, **rollout)
+            _, sampled = sample_trajectories(model, conditioning, ids, **settings, **rollout)
         else:
             settings = {"solver": parts.solver, "timesteps": parts.timesteps, "shared_noise": False}
-            kept = sample_final(model, conditioning, ids, ids, **settings, **rollout)
+            sampled = sample_final(model, conditioning, ids, ids, **settings, **rollout)
 
     def learn() -> None:
         if isinstance(config, TrajectoryRLConfig):
             for policy in parts.compared:
                 with torch.no_grad(), policies.active(policy) as other:
-                    replay_trajectories(other, kept, conditioning, parts.dynamics, GUIDANCE)
-            replay_trajectories(model, kept, conditioning, parts.dynamics, GUIDANCE).mean.sum().backward()
+                    replay_trajectories(other, sampled, conditioning, parts.dynamics, GUIDANCE)
+            replay_trajectories(model, sampled, conditioning, parts.dynamics, GUIDANCE).mean.sum().backward()
         else:
             settings = {"compared": parts.compared, "reference_guidance_scale": None}
-            predict_noised(policies, kept, conditioning, **settings, **keys).velocity.sum().backward()
+            predict_noised(policies, sampled, conditioning, **settings, **keys).velocity.sum().backward()
 
     assert counted(draw) == len(ids) * costs.sample
     assert counted(learn) == len(ids) * 2 * costs.row

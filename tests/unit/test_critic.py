@@ -33,8 +33,8 @@ def make(tmp_path, critic=True, **settings):
     """A policy and, perhaps, its critic in one state."""
     path = tmp_path / "qwen3.yaml"
     path.write_text(yaml.safe_dump(tiny_language_description()))
-    given = {"output_dir": "unused", "num_threads": 1, "lr_decay_style": "linear", "chunked_loss": True, "seed": 3}
-    train = load_config(TextTrainConfig, overrides=given)
+    overrides = {"output_dir": "unused", "num_threads": 1, "lr_decay_style": "linear", "chunked_loss": True, "seed": 3}
+    train = load_config(TextTrainConfig, overrides=overrides)
     model = LanguageModelConfig(config_path=str(path), tokenizer_path="bytes")
     policy = build_language_model(model, train)
     policy.parallelize(ALONE, train)
@@ -48,7 +48,7 @@ def make(tmp_path, critic=True, **settings):
     return state, critic
 
 
-def given():
+def micro_batches():
     """Two micro-batches with returns: whether the token is even."""
     batches = [batch(samples()[:4]), batch(samples()[4:])]
     return [replace(batch, returns=(batch.input_ids % 2).float()) for batch in batches]
@@ -56,7 +56,7 @@ def given():
 
 def run(critic, num_updates, first=0):
     """The clipped loss over the loss masks, old values being those before each update."""
-    batches = given()
+    batches = micro_batches()
     count = sum(micro_batch.num_labels for micro_batch in batches)
     metrics = []
 
@@ -96,7 +96,7 @@ def test_updates_are_those_of_adamw_on_the_clipped_loss(tmp_path):
     assert metrics[0]["critic/lr"] == 3e-3 and metrics[1]["critic/lr"] == pytest.approx(3e-3 * 3 / 4)
     assert metrics[-1]["critic/loss"] < 0.7 * metrics[0]["critic/loss"]
     assert all(torch.equal(value, policy[name]) for name, value in state.model.state_dict().items())
-    batches = given()
+    batches = micro_batches()
     count = sum(micro_batch.num_labels for micro_batch in batches)
     loss = 0.0
     for micro_batch in batches:
@@ -146,7 +146,7 @@ def test_a_critic_may_begin_from_a_reward_model(tmp_path):
         folder, {name: weight.clone() for name, weight in critic.model.module.state_dict().items()}
     )
     _, other = make(tmp_path, model_path=str(folder), lora={"rank": 2, "alpha": 4})
-    batches = given()
+    batches = micro_batches()
     assert torch.equal(other.values(batches)[0], critic.values(batches)[0])
     before = other.values(batches)[0]
     run(other, 1)
@@ -156,7 +156,7 @@ def test_a_critic_may_begin_from_a_reward_model(tmp_path):
 def test_a_return_that_is_not_finite_stops_before_the_update(tmp_path):
     _, critic = make(tmp_path)
     before = tensors(critic)
-    batches = given()
+    batches = micro_batches()
     batches[0].returns[0, 3] = np.nan
     with pytest.raises(NonFiniteError, match="critic, step 8"):
         critic.update(batches, lambda values, batch: (values - batch.returns).square().sum(), 7)

@@ -28,7 +28,11 @@ def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
     assert findings["transformers"]["detail"] == importlib.metadata.version("transformers")
     assert findings["process group gloo"]["state"] == findings["CPU"]["state"] == "ok"
     assert findings["disk"]["detail"].split()[1] == "GiB"
-    needed = {Requirement(each).name for each in importlib.metadata.requires("sfumato") if "extra" not in each}
+    needed = {
+        Requirement(requirement).name
+        for requirement in importlib.metadata.requires("sfumato")
+        if "extra" not in requirement
+    }
     assert {name for name, finding in findings.items() if finding["group"] == "packages"} == needed
 
 
@@ -115,7 +119,7 @@ def test_the_exit_code_follows_what_is_needed(
 
 def test_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    results = {each.name: each for each in doctor._ray(start=False)}
+    results = {check.name: check for check in doctor._ray(start=False)}
     assert set(results) == {"open files", "object store"} and not any(value.is_needed for value in results.values())
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 65536))
     assert doctor._open_files().remedy == "ulimit -n 65536"
@@ -128,7 +132,7 @@ def test_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_ray_is_started_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    assert [each.state for each in doctor._ray(start=True)] == ["ok", "ok", "ok"]
+    assert [check.state for check in doctor._ray(start=True)] == ["ok", "ok", "ok"]
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/token")
     wrong = list(doctor._ray(start=True))[-1]
     assert wrong.state == "broken" and "/no/token" in wrong.detail and wrong.remedy

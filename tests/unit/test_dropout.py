@@ -113,7 +113,7 @@ def test_a_recomputed_block_drops_the_same_elements():
     net, x = Net(), torch.randn(2, 5, 6, requires_grad=True)
     keys = keyed_dropout(net, 0)
     grads = []
-    for run in (net, lambda each: checkpoint(net, each, use_reentrant=False)):
+    for run in (net, lambda inputs: checkpoint(net, inputs, use_reentrant=False)):
         with keys.batch(3, [4, 5]):
             (run(x) ** 2).sum().backward()
         grads.append(x.grad)
@@ -172,7 +172,7 @@ def test_adapters_know_their_features():
     names = dense.state_dict().keys()
     keys = keyed_dropout(dense, 0)
     results = [module for module in dense.modules() if isinstance(module, KeyedDropout)]
-    assert len(results) == 8 and {each.features for each in results} == {32, 64}
+    assert len(results) == 8 and {module.features for module in results} == {32, 64}
     assert dense.state_dict().keys() == names
     with keys.batch(1, [3]):
         dense(input_ids=torch.arange(9)[None], use_cache=False)

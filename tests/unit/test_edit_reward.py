@@ -52,7 +52,7 @@ def published_scores(folder):
         ratings = []
         for number, question in enumerate(tiny.EDIT_INSTRUCTIONS.values()):
             # both at about 448 x 448 pixels
-            images = [Image.fromarray(each) for each in (sample.source, sample.image)]
+            images = [Image.fromarray(picture) for picture in (sample.source, sample.image)]
             pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 200704, "longest_edge": 200704})(
                 images, return_tensors="pt"
             )

@@ -348,8 +348,8 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
         return [await task for index, task in enumerate(tasks) if index not in (1, 6)]
 
     whole = complete(EmbeddedEngine(module), requests, Sampling())
-    kept = [sequence.token_ids for index, sequence in enumerate(whole) if index not in (1, 6)]
-    assert [sequence.token_ids for sequence in asyncio.run(cancelled())] == kept
+    uncancelled = [sequence.token_ids for index, sequence in enumerate(whole) if index not in (1, 6)]
+    assert [sequence.token_ids for sequence in asyncio.run(cancelled())] == uncancelled
 
 
 def test_without_memory_requests_wait_or_are_computed_again() -> None:
@@ -424,10 +424,10 @@ def test_top_p_and_top_k_leave_tokens_out_and_scale_the_rest() -> None:
             probs = logits.softmax(-1)
             for row, token, log_prob in zip(probs, sequence.token_ids, sequence.log_probs, strict=True):
                 ordered = sorted(((float(p), -index) for index, p in enumerate(row)), reverse=True)
-                kept = ordered[: sampling.top_k or None]
-                total = sum(p for p, _ in kept)
+                candidates = ordered[: sampling.top_k or None]
+                total = sum(p for p, _ in candidates)
                 nucleus, reached = [], 0.0
-                for p, index in kept:
+                for p, index in candidates:
                     if reached < sampling.top_p:
                         nucleus.append((p, -index))
                     reached += p / total

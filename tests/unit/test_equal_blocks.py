@@ -92,11 +92,11 @@ def test_blocks_that_differ_are_run_and_what_is_given_is_given_back() -> None:
     with run_some(
         blocks,
         lambda index, made: ran.append(index) or index,
-        lambda index, made, left: repeated.append((index, left)),
+        lambda index, made, result: repeated.append((index, result)),
     ):
         for block in blocks.values():
-            hidden, given, nothing = block(hidden, text)
-            assert given is text and nothing is None and hidden.shape == (2, 4) and hidden.grad_fn is not None
+            hidden, same_text, nothing = block(hidden, text)
+            assert same_text is text and nothing is None and hidden.shape == (2, 4) and hidden.grad_fn is not None
     # the first gets an input without gradient, so it is of a kind of its own
     assert ran == [0, 1, 2, 3, 5] and repeated == [(4, 2)]
     assert all("forward" not in vars(block) for block in blocks.values())

@@ -54,7 +54,9 @@ def test_a_checkpoint_is_exported_as_the_run_did_it(name, tmp_path):
     run = run_task_here(task, config(tmp_path, **overrides))
     said = export_checkpoint(run, tmp_path / "out")
     assert weights_in(tmp_path / "out") == weights_in(run / "hf_ckpt")
-    files = [{str(path.relative_to(each)) for path in each.rglob("*")} for each in (tmp_path / "out", run / "hf_ckpt")]
+    files = [
+        {str(path.relative_to(folder)) for path in folder.rglob("*")} for folder in (tmp_path / "out", run / "hf_ckpt")
+    ]
     assert files[0] == files[1] - {"README.md"}  # the model card
     for path in [*run.glob("hf_ckpt/config.json"), *tmp_path.glob("out/config.json")]:
         settings = json.loads(path.read_text())

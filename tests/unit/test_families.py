@@ -94,7 +94,7 @@ class Built:
 
 
 def as_pictures(source: np.ndarray) -> Image.Image | list[Image.Image]:
-    return Image.fromarray(source) if source.ndim == 3 else [Image.fromarray(each) for each in source]
+    return Image.fromarray(source) if source.ndim == 3 else [Image.fromarray(frame) for frame in source]
 
 
 @pytest.fixture(scope="module", params=ROWS)
@@ -306,7 +306,7 @@ def test_a_conditioning_follows_its_rows(built: Built) -> None:
     sigma, conditioning, velocity = torch.tensor([0.9, 0.3]), built.conditioning(model), built.velocity(model, scale)
     swapped = Conditioning.cat([conditioning.rows([1]), conditioning.rows(slice(0, 1))])
     assert_close(model.predict_velocity(latents.flip(0), sigma.flip(0), swapped, scale), velocity.flip(0))
-    latents, sigma = (each.repeat_interleave(2, dim=0) for each in (latents, sigma))
+    latents, sigma = (tensor.repeat_interleave(2, dim=0) for tensor in (latents, sigma))
     doubled = model.predict_velocity(latents, sigma, conditioning.repeat_interleave(2), scale)
     assert_close(doubled, velocity.repeat_interleave(2, dim=0))
 

@@ -281,23 +281,23 @@ def test_what_is_damaged_becomes_zeros_and_nothing_else_changes(kind: str) -> No
     nan, latents = float("nan"), torch.randn(3, 4, 2, 2)
     latents[1] = nan
     if kind == "sample":
-        kept = FinalSamples(latents, torch.rand(3, 2), torch.arange(3), torch.tensor([0, 1, 1]))
+        sampled = FinalSamples(latents, torch.rand(3, 2), torch.arange(3), torch.tensor([0, 1, 1]))
     else:
         steps = torch.randn(3, 2, 4, 2, 2)
         means, log_probs = steps.clone(), torch.randn(3, 2)
         means[1, 1, 0, 0, 0] = log_probs[1, 0] = float("inf")
-        kept = Trajectories([0, 1], torch.linspace(1, 0, 4), steps, steps + 1, means, log_probs)
-    assert kept.is_finite().tolist() == [True, False, True]
+        sampled = Trajectories([0, 1], torch.linspace(1, 0, 4), steps, steps + 1, means, log_probs)
+    assert sampled.is_finite().tolist() == [True, False, True]
     embedded = torch.randn(2, 5)
     embedded[1] = nan
     requests = [
         SampleRequest(row, group, group, first) for row, group, first in ((0, 0, True), (1, 1, True), (2, 1, False))
     ]
     conditioning = Conditioning({"prompt": embedded, "mask": torch.ones(2, 5, dtype=torch.bool)})
-    made = DiffusionRollout.made(requests, kept, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""])
+    made = DiffusionRollout.made(requests, sampled, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""])
     assert made.kept.is_finite().all() and made.latents.isfinite().all()
     for name in ("latents", "means") if kind == "trajectory" else ("latents",):
-        assert torch.equal(getattr(made.kept, name)[[0, 2]], getattr(kept, name)[[0, 2]])
+        assert torch.equal(getattr(made.kept, name)[[0, 2]], getattr(sampled, name)[[0, 2]])
         assert not getattr(made.kept, name)[1].any()
     assert torch.equal(made.conditioning.tensors["prompt"], torch.stack([embedded[0], torch.zeros(5)]))
     assert made.conditioning.tensors["mask"].all()

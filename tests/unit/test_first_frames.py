@@ -87,11 +87,11 @@ def test_a_model_learns_what_is_behind_the_given_frame(name: str) -> None:
     model.denoiser.requires_grad_(True).train()
     first_sigma = model.sigmas(STEPS, shape)[:1]
     frame = conditioning.tensors.get("image_tokens", conditioning.tensors.get("image_latents"))
-    given = frame.shape[2]
+    num_first = frame.shape[2]
 
     def learn(velocity: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.denoiser.zero_grad()
-        loss = (velocity - target)[:, :, given:].square().mean()
+        loss = (velocity - target)[:, :, num_first:].square().mean()
         loss.backward()
         gradients = {name: parameter.grad for name, parameter in model.denoiser.named_parameters()}
         return loss, {name: gradient for name, gradient in gradients.items() if gradient is not None}
@@ -100,7 +100,7 @@ def test_a_model_learns_what_is_behind_the_given_frame(name: str) -> None:
     output = torch.cat(outputs, dim=1) if isinstance(outputs, tuple) else outputs  # parts: of video and sound
     expected = learn(row.velocity(output, shape))
     velocity = model.predict_velocity(noise, first_sigma, conditioning)
-    torch.testing.assert_close(noise[:, :, :given] - first_sigma * velocity[:, :, :given], frame)
+    torch.testing.assert_close(noise[:, :, :num_first] - first_sigma * velocity[:, :, :num_first], frame)
     loss, gradients = learn(velocity)
     torch.testing.assert_close(loss, expected[0], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(gradients, expected[1], atol=1e-4, rtol=1e-3)

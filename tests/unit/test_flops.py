@@ -55,13 +55,13 @@ def counted(model: nn.Module, length: int, backward: bool) -> int:
     matrices.
     """
     ids = torch.arange(length)[None] % 48
-    known = {torch.ops.aten._grouped_mm: grouped_mm}
-    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=known) as counter:
+    custom_flops = {torch.ops.aten._grouped_mm: grouped_mm}
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False, custom_mapping=custom_flops) as counter:
         logits = model(input_ids=ids, use_cache=False).logits
         if backward:
             logits.sum().backward()
     by_module = counter.get_flop_counts().items()
-    angles = sum(sum(found.values()) for name, found in by_module if name.endswith(".rotary_emb"))
+    angles = sum(sum(counts.values()) for name, counts in by_module if name.endswith(".rotary_emb"))
     return counter.get_total_flops() - angles
 
 
@@ -99,15 +99,15 @@ def test_logits_of_the_tokens_that_are_learned_from_alone_count(tied: bool) -> N
 
 
 def test_counts_with_picked_tokens_are_those_that_torch_counts() -> None:
-    model, kept = build("qwen3"), torch.tensor([1, 4])
+    model, logit_places = build("qwen3"), torch.tensor([1, 4])
     ids = torch.zeros(1, LENGTH, dtype=torch.int64)
     whole, picked = FlopCounterMode(display=False), FlopCounterMode(display=False)
     with whole:
         model(input_ids=ids, use_cache=False)
     with picked:
-        model(input_ids=ids, use_cache=False, logits_to_keep=kept)
+        model(input_ids=ids, use_cache=False, logits_to_keep=logit_places)
     count = FlopCount(model)
-    saved = count.forward([LENGTH]) - count.forward([LENGTH], len(kept))
+    saved = count.forward([LENGTH]) - count.forward([LENGTH], len(logit_places))
     assert saved == whole.get_total_flops() - picked.get_total_flops() > 0
 
 
@@ -145,8 +145,8 @@ def test_frozen_weights_have_no_gradient_to_compute() -> None:
     matrices = count.training([LENGTH]) - 3 * attention
     # the inputs of the first block's q, k and v need no gradient: nothing below them is trained
     block = model.model.layers[0].self_attn
-    base = sum(each.base_layer.weight.numel() for each in (block.q_proj, block.k_proj, block.v_proj))
-    low_rank = sum(each.lora_A["default"].weight.numel() for each in (block.q_proj, block.k_proj, block.v_proj))
+    base = sum(layer.base_layer.weight.numel() for layer in (block.q_proj, block.k_proj, block.v_proj))
+    low_rank = sum(layer.lora_A["default"].weight.numel() for layer in (block.q_proj, block.k_proj, block.v_proj))
     unneeded = 2 * LENGTH * (base + low_rank)
     assert matrices - unneeded + 3 * all_pairs(count, LENGTH) == counted(model, LENGTH, backward=True)
     assert count.trained_weights == sum(

@@ -45,11 +45,11 @@ SECTIONS[ForwardRLConfig] = SECTIONS[TrajectoryRLConfig]
 """The least that each task must be given besides a model and an output_dir."""
 
 
-def given(schema: type[Section], *overrides: dict[str, Any]) -> Any:
+def configured(schema: type[Section], *overrides: dict[str, Any]) -> Any:
     """A configuration of a task with that much and what is laid over it."""
     content: dict[str, Any] = {"model": {"model_path": "m"}, "train": {"output_dir": "out"}}
-    for each in (SECTIONS[schema], *overrides):
-        content = merge(content, each)
+    for layer in (SECTIONS[schema], *overrides):
+        content = merge(content, layer)
     return load_config(schema, None, content)
 
 
@@ -63,15 +63,15 @@ def nested(path: str, value: Any) -> dict[str, Any]:
 def refusal(schema: type[Section], *overrides: dict[str, Any]) -> str:
     """The message with which it is refused."""
     with pytest.raises(ConfigError) as caught:
-        given(schema, *overrides)
+        configured(schema, *overrides)
     return str(caught.value)
 
 
 def inside(annotation: Any) -> typing.Iterator[Any]:
     """An annotation and everything in it."""
     yield annotation
-    for each in typing.get_args(annotation):
-        yield from inside(each)
+    for part in typing.get_args(annotation):
+        yield from inside(part)
 
 
 def floats_of(schema: type[Section], prefix: str = "") -> typing.Iterator[tuple[str, Any]]:
@@ -91,7 +91,7 @@ def floats_of(schema: type[Section], prefix: str = "") -> typing.Iterator[tuple[
 
 @pytest.mark.parametrize("schema", SECTIONS, ids=lambda schema: schema.__name__)
 def test_a_number_that_is_not_finite_is_refused_everywhere(schema: type[Section]) -> None:
-    given(schema)
+    configured(schema)
     fields = dict(floats_of(schema))
     assert len(fields) > 12 and {"train.lr", "train.betas", "train.param_groups"} <= set(fields)
     for path, form in fields.items():
@@ -136,7 +136,7 @@ def not_finite_of(source: str) -> int:
 
 
 def test_a_norm_without_limit_is_written_and_read_again(tmp_path: Path) -> None:
-    config = given(TrainDitConfig, {"train": {"max_grad_norm": math.inf}})
+    config = configured(TrainDitConfig, {"train": {"max_grad_norm": math.inf}})
     (tmp_path / "config.yaml").write_text(config_text(config))
     assert load_config(TrainDitConfig, tmp_path / "config.yaml") == config
     with pytest.raises(ConfigError, match=r"rewards.0: weight|rewards.0.weight"):
@@ -244,7 +244,7 @@ WITHOUT_EFFECT: list[tuple[type[Section], str, Any, dict[str, Any], str]] = [
 def test_a_field_that_another_leaves_without_effect_is_refused(
     schema: type[Section], field: str, value: Any, others: dict[str, Any], message: str
 ) -> None:
-    given(schema, others)
+    configured(schema, others)
     refused = refusal(schema, others, nested(field, value))
     assert field in refused and message in refused and "\n" not in refused
 

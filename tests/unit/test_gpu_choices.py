@@ -120,9 +120,9 @@ def test_kernels_that_add_in_one_order_suffice_and_change_nothing_on_a_cpu(monke
 def test_slices_are_of_one_size_and_none_is_larger_than_allowed(monkeypatch, count, sizes):
     monkeypatch.setattr(latents, "PIXELS_AT_ONCE", 2 * 64 + 1)
     seen = []
-    given = torch.arange(float(count))[:, None]
-    result = in_slices(lambda part: seen.append(len(part)) or 2 * part, given, 64)
-    assert torch.equal(result, 2 * given) and seen == sizes
+    rows = torch.arange(float(count))[:, None]
+    result = in_slices(lambda part: seen.append(len(part)) or 2 * part, rows, 64)
+    assert torch.equal(result, 2 * rows) and seen == sizes
 
 
 def test_a_sample_larger_than_allowed_is_decoded_alone(monkeypatch):
@@ -145,7 +145,7 @@ def test_the_autoencoder_decodes_in_slices(monkeypatch):
     vae = SimpleNamespace(decode=decode, dtype=torch.float32, config=config)
     model = SimpleNamespace(pipeline=SimpleNamespace(vae=vae), vae_factor=2)
     model._latent_scale = lambda like: KLLatents._latent_scale(model, like)
-    given = torch.randn(5, 4, 4, 4)
-    result = KLLatents.latents_to_pixels(model, given)
+    latent_rows = torch.randn(5, 4, 4, 4)
+    result = KLLatents.latents_to_pixels(model, latent_rows)
     assert seen == [2, 2, 2] and result.shape == (5, 4, 8, 8)
-    assert torch.equal(result[..., ::2, ::2], given)
+    assert torch.equal(result[..., ::2, ::2], latent_rows)

@@ -174,8 +174,8 @@ def test_a_cell_that_fails_or_has_no_time_costs_itself(tmp_path, capsys, monkeyp
     arguments = run.parse(["--tiny"])
     clock = SimpleNamespace(left_s=100.0, on_gpu=False, tiny=True)
 
-    def work(given: Any) -> dict[str, Any]:
-        given.left_s = 0.0
+    def work(its_clock: Any) -> dict[str, Any]:
+        its_clock.left_s = 0.0
         return {"x": 1.0, "speed": 0.0}
 
     def exceed(_: Setting) -> dict[str, Any]:
@@ -243,10 +243,10 @@ def test_packages_that_are_missing_are_named_with_what_for():
         return "2.9.0" if name == "torch" else metadata.version(name)
 
     result = pins.problems(installed)
-    assert any("diffusers" in each and "missing" in each for each in result["needed"])
-    assert any("torch" in each and "2.9.0 is installed" in each for each in result["needed"])
-    assert any("datasets" in each and "nothing that is measured" in each for each in result["optional"])
-    assert any("rapidocr" in each and "OCR" in each for each in result["optional"])
+    assert any("diffusers" in line and "missing" in line for line in result["needed"])
+    assert any("torch" in line and "2.9.0 is installed" in line for line in result["needed"])
+    assert any("datasets" in line and "nothing that is measured" in line for line in result["optional"])
+    assert any("rapidocr" in line and "OCR" in line for line in result["optional"])
     assert "--fetch" in pins.told(result) and pins.told({"needed": [], "optional": []}) == ""
     assert {"diffusers", "rapidocr", "pydantic-core"} <= pins.pinned().keys()
     assert pins.missing_below("diffusers") == [] and pins.missing_below("no-such-package") == ["no-such-package"]

@@ -77,9 +77,10 @@ def test_what_is_not_changed_loads(folder: Path) -> None:
 
 def of_weight(metadata: Metadata, **changes: Any) -> Metadata:
     """Says something else of the weight."""
-    known = metadata.state_dict_metadata
+    entries = metadata.state_dict_metadata
     return dataclasses.replace(
-        metadata, state_dict_metadata=known | {"model/weight": dataclasses.replace(known["model/weight"], **changes)}
+        metadata,
+        state_dict_metadata=entries | {"model/weight": dataclasses.replace(entries["model/weight"], **changes)},
     )
 
 
@@ -216,7 +217,7 @@ def test_a_pickle_among_the_tensors_does_not_run(folder: Path, tmp_path: Path) -
     mark, path = tmp_path / "mark", folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
     harm = b"cbuiltins\nopen\n(V" + str(mark).encode() + b"\nVw\ntR."
-    places = {each.fqn: info for each, info in metadata.storage_data.items()}
+    places = {index.fqn: info for index, info in metadata.storage_data.items()}
     data = folder / places["model/weight"].relative_path
     content = bytearray(data.read_bytes())
     content += harm

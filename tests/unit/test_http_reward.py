@@ -233,8 +233,8 @@ def test_the_load_is_spread_over_the_servers(serve):
     threads = [threading.Thread(target=ask, args=(http,)) for _ in range(6)]
     for thread in threads:
         thread.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.join()
     assert [len(server.seen) for server in servers] == [2, 2, 2]
     assert http.counters == {}
 

@@ -147,7 +147,7 @@ def test_another_mixture_of_the_same_sources_is_other_data(tmp_path: Path) -> No
         for weights in ([1.0], [2.0])
         for stopping in ("first_exhausted", "all_exhausted")
     ]
-    assert len({content_of_sources(each) for each in [sources, *mixed]}) == 5
+    assert len({content_of_sources(mixture) for mixture in [sources, *mixed]}) == 5
     unmixed = replace(sources, stopping="all_exhausted")
     assert content_of_sources(unmixed) == content_of_sources(sources), "without weights it has no effect"
 

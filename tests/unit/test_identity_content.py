@@ -175,10 +175,10 @@ def test_the_base_of_a_language_model_counts_under_an_adapter(tmp_path: Path) ->
     (base / "model.safetensors").write_bytes(b"weights")
     (base / "generation_config.json").write_text("{}")
     for lora, field in ((None, BEGINNING), ({"rank": 2}, "model.model_path")):
-        given = tiny_text_config(tmp_path)
-        tokenizer = given["model"].get("tokenizer_path")
-        given["model"] = {"model_path": str(base), "lora": lora, "tokenizer_path": tokenizer}
-        config = load_config(TrainTextConfig, overrides=given)
+        settings = tiny_text_config(tmp_path)
+        tokenizer = settings["model"].get("tokenizer_path")
+        settings["model"] = {"model_path": str(base), "lora": lora, "tokenizer_path": tokenizer}
+        config = load_config(TrainTextConfig, overrides=settings)
         before = content_of_named_files(config, content_of_model_file)
         assert field in before and len({"model.model_path", BEGINNING} & {*before}) == 1
         (base / "generation_config.json").write_text('{"eos_token_id": 1}')
@@ -203,9 +203,9 @@ def test_what_the_checkpoint_does_not_know_is_accepted_with_a_word_and_weights_i
 
 def test_rewards_and_functions_that_a_configuration_names_count(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("def score(samples):\n    return [1.0]\n")
-    given = tiny_rl_config(tmp_path)
-    given["reward"] = {"rewards": [{"type": "function", "path": f"{tmp_path / 'own.py'}:score"}]}
-    config = load_config(TrajectoryRLConfig, overrides=given)
+    settings = tiny_rl_config(tmp_path)
+    settings["reward"] = {"rewards": [{"type": "function", "path": f"{tmp_path / 'own.py'}:score"}]}
+    config = load_config(TrajectoryRLConfig, overrides=settings)
     before = content_of_named_files(config, content_of_model_file)
     assert "reward.rewards.0.path (its source)" in before
     (tmp_path / "own.py").write_text("def score(samples):\n    return [2.0]\n")

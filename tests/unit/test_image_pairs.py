@@ -209,7 +209,7 @@ def test_cached_pairs_equal_pairs_encoded_online(tmp_path: Path, model: Diffusio
     cache = open_cache(tmp_path / "cache", data, model, bad_rows(), batch_size=2)
     for indices in ([0, 1], [2, 3], [4]):
         ids = [10 + index for index in indices]
-        ours, theirs = (each.batch(IndexBatch(indices, ids)) for each in (online, cache))
+        ours, theirs = (encoder.batch(IndexBatch(indices, ids)) for encoder in (online, cache))
         assert ours.sample_ids == theirs.sample_ids and ours.num_images == len(ours.sample_ids)
         torch.testing.assert_close(ours.latents, theirs.latents)
         assert ours.latents.shape[1:] == (2, *model.latent_shape(16, 16))
@@ -234,7 +234,7 @@ def test_cached_edits_equal_edits_encoded_online(tmp_path: Path) -> None:
     np.testing.assert_array_equal(data.source(0, data.pixels(0)), np.array(picture(6)))
     online = OnlineEncoder(data, model, BadRows(1, lambda text: None))
     cache = open_cache(tmp_path / "cache", data, model, BadRows(1, lambda text: None))
-    ours, theirs = (each.batch(IndexBatch([1, 2, 3], [1, 2, 3])) for each in (online, cache))
+    ours, theirs = (encoder.batch(IndexBatch([1, 2, 3], [1, 2, 3])) for encoder in (online, cache))
     assert ours.sample_ids == theirs.sample_ids == [1, 2], "the last has no source image"
     torch.testing.assert_close(ours.latents, theirs.latents)
     mine, other = ours.conditioning, theirs.conditioning
@@ -265,7 +265,7 @@ def test_evaluation_sees_each_row_once_in_full_batches(num_rows: int, num_ranks:
     meshes = [Mesh(Layout(dp_shard=num_ranks), torch.device("cpu"), rank) for rank in range(num_ranks)]
     batches = [evaluation_batches(num_rows, 2, mesh) for mesh in meshes]
     assert len({len(batch) for batch in batches}) == 1
-    flat = [batch for each in batches for batch in each]
+    flat = [batch for of_rank in batches for batch in of_rank]
     assert all(len(batch.indices) == len(batch.sample_ids) == 2 for batch in flat)
     counted = [pair for batch in flat for pair in zip(batch.indices, batch.sample_ids, strict=True) if pair[1] >= 0]
     assert sorted(counted) == [(row, row) for row in range(num_rows)]

@@ -56,14 +56,14 @@ def log_prob_alone(model, plain, row, answer):
     text = render(messages, tokenize=False)
     before = render(messages[:1], tokenize=False, add_generation_prompt=True)
     opened = [read_image(base64.b64decode(url.partition(",")[2]), "a test") for url in pictures] or None
-    given = model.vision.reader.processor(text=[text], images=opened, return_tensors="pt")
+    inputs = model.vision.reader.processor(text=[text], images=opened, return_tensors="pt")
     start = model.vision.reader.processor(text=[before], images=opened, return_tensors="pt")["input_ids"].shape[1]
     end = len(model.tokenizer(text[: text.rindex("<|im_end|>") + len("<|im_end|>")])["input_ids"]) - len(
         model.tokenizer(text)["input_ids"]
     )
-    ids = given["input_ids"][0]
+    ids = inputs["input_ids"][0]
     with torch.no_grad():
-        scores = torch.log_softmax(plain(**given).logits[0].float(), -1)
+        scores = torch.log_softmax(plain(**inputs).logits[0].float(), -1)
     stop = len(ids) + end
     return sum(float(scores[place - 1, ids[place]]) for place in range(start, stop))
 
@@ -141,10 +141,10 @@ def test_pairs_with_videos_are_the_conversations_of_their_answers(tmp_path):
         (sample,) = pairs(FiledRow(row), "a row")
         for document, answer in zip(sample.documents, (row["chosen"], row["rejected"]), strict=True):
             messages = [*row["prompt"], {"role": "assistant", "content": answer}]
-            (own,) = conversations(FiledRow({"messages": messages}), "a row")[0].documents
-            assert document.input_ids.tolist() == own.input_ids.tolist()
-            assert document.loss_mask.tolist() == own.loss_mask.tolist()
-            results = [{} if each.images is None else reader[1].tensors(each.images) for each in (document, own)]
+            (expected,) = conversations(FiledRow({"messages": messages}), "a row")[0].documents
+            assert document.input_ids.tolist() == expected.input_ids.tolist()
+            assert document.loss_mask.tolist() == expected.loss_mask.tolist()
+            results = [{} if side.images is None else reader[1].tensors(side.images) for side in (document, expected)]
             assert results[0].keys() == results[1].keys()
             assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
             assert ("pixel_values_videos" in results[0]) == bool(index % 3)

@@ -113,7 +113,7 @@ def circles(graph):
 
 def test_algorithms_know_only_torch_and_themselves():
     allowed = {*sys.stdlib_module_names, "torch", "numpy", "jaxtyping"}  # the last for type checkers only
-    for path in (each for each in LIBRARY if module_of(each)[1:2] == ("algorithms",)):
+    for path in (file for file in LIBRARY if module_of(file)[1:2] == ("algorithms",)):
         for name in imports_of(path):
             assert name.split(".")[0] in allowed or name.startswith("sfumato.algorithms"), f"{relative(path)}: {name}"
 
@@ -128,15 +128,19 @@ def test_rooms_that_all_modalities_share_know_the_configuration_of_none():
     }
     for path in LIBRARY:
         if {"rewards", "runtime", "data", "tracking"} & set(module_of(path)[1:2]):
-            known = {name.split(".")[2] for name in imports_of(path) if name.startswith("sfumato.config.")}
-            assert not known & TASK_CONFIGS, f"{relative(path)} imports {known & TASK_CONFIGS}"
+            imported_configs = {name.split(".")[2] for name in imports_of(path) if name.startswith("sfumato.config.")}
+            assert not imported_configs & TASK_CONFIGS, f"{relative(path)} imports {imported_configs & TASK_CONFIGS}"
 
 
 def test_the_runtime_loads_no_modality():
     """As the contract says, when it is imported; words in its source give away what an import would not."""
-    own = [".".join(module_of(path)) for path in LIBRARY if module_of(path)[1:2] == ("runtime",)]
-    loaded = [name for name in loaded_after(f"import {', '.join(own)}") if name.startswith(("sfumato", "diffusers"))]
-    assert {"sfumato.models.policies", "sfumato.rollout.batch", *own} <= set(loaded)
+    runtime_modules = [".".join(module_of(path)) for path in LIBRARY if module_of(path)[1:2] == ("runtime",)]
+    loaded = [
+        name
+        for name in loaded_after(f"import {', '.join(runtime_modules)}")
+        if name.startswith(("sfumato", "diffusers"))
+    ]
+    assert {"sfumato.models.policies", "sfumato.rollout.batch", *runtime_modules} <= set(loaded)
     models = {name for name in loaded if name.startswith(("sfumato.models.", "sfumato.data", "diffusers"))}
     assert models == {"sfumato.models.policies", "sfumato.models.exportable"}
     words = ("velocity", "latent", "diffusion", "picture", "image of")
@@ -189,8 +193,8 @@ def test_each_contract_is_broken_by_the_import_that_it_forbids(tmp_path):
 
 
 def test_the_configuration_that_all_rl_tasks_share_knows_no_modality():
-    known = set(imports_of(ROOT / "sfumato/config/rl.py"))
-    assert not known & {
+    imported = set(imports_of(ROOT / "sfumato/config/rl.py"))
+    assert not imported & {
         f"sfumato.config.{task_config}" for task_config in TASK_CONFIGS | {"recipes", "image_data", "text_data"}
     }
 

@@ -70,7 +70,7 @@ def asked(server, sample, cls=UnifiedReward, **fields):
 
 def texts(body):
     content = body["messages"][0]["content"]
-    return "\n".join(each.get("text", "[image]") for each in content) if isinstance(content, list) else content
+    return "\n".join(part.get("text", "[image]") for part in content) if isinstance(content, list) else content
 
 
 # Values

@@ -50,7 +50,7 @@ def test_starting_later_gives_the_tail(from_step):
     loader = make(epochs=3, global_batch=6, micro_batch=4)
     assert loader.total_steps == 15
     full = flat(loader)
-    tail = [each for each in full if each[0] >= from_step]
+    tail = [entry for entry in full if entry[0] >= from_step]
     assert flat(make(epochs=3, global_batch=6, micro_batch=4), from_step) == tail
     assert flat(loader, from_step) == tail, "also from a loader that was used before"
 

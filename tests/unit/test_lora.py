@@ -171,17 +171,17 @@ def test_on_meta_the_adapters_are_real_and_the_same(case):
     module = adapted(build_on_meta(MODELS[kind]), trained=False, seed=3, **config)
     assert trained_names(module) == trained_names(truth)
     for name in trained_names(module):
-        each = module.get_parameter(name)
-        assert each.dtype == torch.float32 and each.device.type == "cpu"
+        parameter = module.get_parameter(name)
+        assert parameter.dtype == torch.float32 and parameter.device.type == "cpu"
         if "magnitude" in name:
-            assert each.isnan().all()
+            assert parameter.isnan().all()
         else:
-            assert torch.equal(each, truth.get_parameter(name)), name
+            assert torch.equal(parameter, truth.get_parameter(name)), name
     assert all(parameter.is_meta for parameter in module.parameters() if not parameter.requires_grad)
-    for name, each in truth.named_parameters():
+    for name, parameter in truth.named_parameters():
         owner, _, key = name.rpartition(".")
-        if not each.requires_grad:
-            module.get_submodule(owner)._parameters[key] = each
+        if not parameter.requires_grad:
+            module.get_submodule(owner)._parameters[key] = parameter
     start_magnitudes(module)
     assert all(torch.equal(module.get_parameter(name), parameter) for name, parameter in truth.named_parameters())
 

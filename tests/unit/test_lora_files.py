@@ -71,8 +71,12 @@ def comfyui_names(name: str, model: DiffusionModel) -> Any:
         blocks = ("self_attn", "cross_attn")
         layers = ("q", "k", "v", "o", "k_img", "v_img")
         published = [f"blocks.{b}.{block}.{layer}.weight" for b in range(2) for block in blocks for layer in layers]
-        known = {new: old for old in published for new in convert_wan_transformer_to_diffusers({old: torch.zeros(1)})}
-        return lambda key: [f"diffusion_model.{known[key].removesuffix('.weight')}"] if key in known else []
+        published_names = {
+            new: old for old in published for new in convert_wan_transformer_to_diffusers({old: torch.zeros(1)})
+        }
+        return lambda key: (
+            [f"diffusion_model.{published_names[key].removesuffix('.weight')}"] if key in published_names else []
+        )
     return lambda key: [f"transformer.{key.removesuffix('.weight')}"]
 
 
@@ -107,7 +111,7 @@ def test_diffusers_loads_what_was_trained(name: str, variant: str, tmp_path: Pat
             pipeline.load_lora_weights(tmp_path / "out" / "transformer_2", **second)
         result = type(model)(pipeline, max_sequence_length=ROWS[name].tokens)
         with torch.no_grad():
-            velocities = [velocity(each, name) for each in (model, result)]
+            velocities = [velocity(compared, name) for compared in (model, result)]
         assert_same(velocities[1], velocities[0])
 
 

@@ -38,8 +38,8 @@ def test_what_is_not_followed_is_refused_by_the_run_and_by_check(
     from transformers import CONFIG_MAPPING
 
     base = tiny_language_description("llama") | {"model_type": kind}
-    known = {**CONFIG_MAPPING[kind]().to_dict(), "model_type": kind}
-    description = {name: value for name, value in base.items() if name in known} | fields
+    fields_of_kind = {**CONFIG_MAPPING[kind]().to_dict(), "model_type": kind}
+    description = {name: value for name, value in base.items() if name in fields_of_kind} | fields
     config = tiny_text_config(tmp_path, train={"max_steps": 1})
     config["model"]["config_path"] = str(write_config(description, tmp_path / "model.yaml"))
     result = check_config(write_config(config, tmp_path / "config.yaml"), with_data=False)

@@ -45,7 +45,7 @@ def gradients(loss, *leaves):
 def test_the_sum_and_its_gradients_are_those_of_cross_entropy(chunk, with_bias):
     hidden, weight, bias, labels = make()
     bias = bias if with_bias else None
-    leaves = [each for each in (hidden, weight, bias) if each is not None]
+    leaves = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     truth = functional.cross_entropy(functional.linear(hidden, weight, bias), labels, reduction="sum")
     loss = linear_cross_entropy_sum(hidden, weight, labels, bias, chunk_tokens=chunk)
     assert loss.dtype == torch.float32 and float(loss.detach()) == pytest.approx(float(truth.detach()), rel=1e-6)
@@ -84,7 +84,7 @@ def test_a_token_that_is_ruled_out_has_no_part_in_the_entropy(least):
         bias[-2:] = least
     in_chunks = token_log_probs_and_entropy(hidden, weight, labels, 0.6, bias, chunk_tokens=5)
     scores = TokenScores(functional.linear(hidden, weight, bias)[None], (1, len(labels)))
-    of_logits = [each[0] for each in scores.log_probs_and_entropy(labels[None], 0.6)]
+    of_logits = [values[0] for values in scores.log_probs_and_entropy(labels[None], 0.6)]
     for ours in (in_chunks, of_logits):
         torch.testing.assert_close(torch.stack([*ours]), torch.stack(theirs), rtol=1e-5, atol=1e-5)
         actual = gradients((torch.stack([*ours]) * upstream).sum(), hidden, weight, bias)
@@ -145,8 +145,8 @@ def test_rows_of_tokens_keep_their_shape():
     assert torch.equal(rows.flatten(), token_log_probs(hidden, weight, labels))
 
 
-def by_log_probs(*given, **size):
-    return -token_log_probs(*given, **size).sum()
+def by_log_probs(*tensors, **size):
+    return -token_log_probs(*tensors, **size).sum()
 
 
 @pytest.mark.parametrize("loss_of", [linear_cross_entropy_sum, by_log_probs])
@@ -173,7 +173,7 @@ def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary(loss
                 saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda each: each), Largest() as largest:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), Largest() as largest:
             loss_of(hidden, weight, torch.arange(tokens), chunk_tokens=64).backward()
         return sum(saved.values()), largest.elements
 

@@ -95,12 +95,12 @@ def test_packed_tensors_come_back_to_the_bit(dtype: Any, values: int) -> None:
     if dtype == np.float32:
         tensors["many"][0, :4] = [0.0, -0.0, np.nan, np.inf]
         tensors["noise"] = source.normal(size=(300, 301)).astype(np.float32)
-    given = {name: torch.from_numpy(array) for name, array in tensors.items()}
+    torch_tensors = {name: torch.from_numpy(array) for name, array in tensors.items()}
     shapes = source.integers(0, 9, (3, 3)).astype(np.int32)
-    content = pack(given, shapes)
+    content = pack(torch_tensors, shapes)
     found_shapes, result = unpack(bytearray(content))
-    assert np.array_equal(found_shapes, shapes) and list(result) == list(given)
-    for name, tensor in given.items():
+    assert np.array_equal(found_shapes, shapes) and list(result) == list(torch_tensors)
+    for name, tensor in torch_tensors.items():
         assert result[name].dtype == tensor.dtype and result[name].shape == tensor.shape
         assert result[name].numpy().tobytes() == tensor.numpy().tobytes(), name
     if dtype == np.float32 and values < 200:
@@ -234,7 +234,7 @@ def test_a_full_disk_keeps_what_was_finished_and_it_is_gone_on_with(
     [folder] = (tmp_path / "cache").glob("media_*")
     assert len([*folder.glob("*.bin")]) == len([*folder.glob("*.npy")]) == 1 and not [*folder.glob("*.part")]
     assert not [*folder.glob("complete_*")]
-    monkeypatch.setattr(media_cache, "pack", lambda *given: written.append(pack(*given)) or written[-1])
+    monkeypatch.setattr(media_cache, "pack", lambda *args: written.append(pack(*args)) or written[-1])
     cache, store = fill(config)
     assert len(cache) == 5 and len(written) == 3 + 3, "two were there"
     for images in documents(store):
@@ -245,9 +245,9 @@ def _fill_slowly(config: dict[str, Any], pause: float) -> None:
     media_cache.SAMPLES = 1
     slow = media_cache.pack
 
-    def waiting(*given: Any) -> bytes:
+    def waiting(*args: Any) -> bytes:
         time.sleep(pause)
-        return slow(*given)
+        return slow(*args)
 
     media_cache.pack = waiting
     fill(config)
@@ -271,9 +271,9 @@ def test_a_kill_and_two_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     both = [context.Process(target=_fill_slowly, args=(config, 0.05)) for _ in range(2)]
     for span in both:
         span.start()
-    for each in both:
-        each.join(60)
-    assert [each.exitcode for each in both] == [0, 0]
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
     assert not [*folder.glob("left.*")]
     cache, store = fill(config)
     assert len(cache) == len({entry["key"].tobytes() for entry in cache._entries}) == 5, "nothing was made twice"

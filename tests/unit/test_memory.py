@@ -140,15 +140,15 @@ class Alive(TorchDispatchMode):
 @pytest.fixture
 def copies(monkeypatch) -> weakref.WeakSet:
     """Offload's copies that exist."""
-    known: weakref.WeakSet = weakref.WeakSet()
+    host_copies: weakref.WeakSet = weakref.WeakSet()
 
     class Known(memory._HostCopy):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
-            known.add(self)
+            host_copies.add(self)
 
     monkeypatch.setattr(memory, "_HostCopy", Known)
-    return known
+    return host_copies
 
 
 @pytest.mark.parametrize("kind", ["dense", "sd3"])
@@ -188,8 +188,8 @@ def test_selective_keeps_attention_and_every_second_product():
         attention = sum(number for name, number in products.counts.items() if name in memory.ATTENTION)
         return products.counts["aten::mm"], attention
 
-    (none, once), (selective, kept), (full, twice) = count("none"), count("selective"), count("full")
-    assert (once, kept, twice) == (4, 4, 8)
+    (none, once), (selective, stored), (full, twice) = count("none"), count("selective"), count("full")
+    assert (once, stored, twice) == (4, 4, 8)
     assert (full - none) // 4 == 6 and (selective - none) // 4 == 3  # q k v o gate up; down is not needed again
 
 

@@ -31,9 +31,9 @@ COPIES = Mesh(Layout(tp=4), torch.device("cpu"))
 
 @pytest.fixture(autouse=True)
 def _signals():
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     yield
-    for number, handler in kept.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
@@ -147,12 +147,12 @@ def test_the_peak_follows_the_precision(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_memory_is_that_of_this_process() -> None:
     before = memory_in_use()
-    kept = mmap.mmap(-1, 64 * 2**20)  # the allocator might give memory that the process has already
-    torch.frombuffer(kept, dtype=torch.uint8).fill_(1)
+    mapped = mmap.mmap(-1, 64 * 2**20)  # the allocator might give memory that the process has already
+    torch.frombuffer(mapped, dtype=torch.uint8).fill_(1)
     after = memory_in_use()
     grown = after["memory/process_mib"] - before["memory/process_mib"]
     assert 50 < grown < 100 and after["memory/process_peak_mib"] >= after["memory/process_mib"] - 1
-    del kept
+    del mapped
 
 
 def test_a_run_writes_rates_beside_the_timings_and_leaves_pauses_out(tmp_path: Path) -> None:

@@ -27,8 +27,8 @@ def documents(batch):
     results = []
     for number, length in enumerate(batch.document_lengths):
         start = int((batch.document_ids.flatten() == number).nonzero()[0])
-        own = labels[start : start + length]
-        results.append((ids[start : start + length].tolist(), own[own != IGNORED].tolist()))
+        document_labels = labels[start : start + length]
+        results.append((ids[start : start + length].tolist(), document_labels[document_labels != IGNORED].tolist()))
     return results
 
 

@@ -54,8 +54,8 @@ def test_each_source_goes_through_its_samples_before_it_repeats_one(level, stopp
     order, source_of, _ = order_of([40, 25, 7], [3, 2, 1], level, stopping)
     indices = np.concatenate([order.epoch(number) for number in range(9)])
     for source, size in enumerate([40, 25, 7]):
-        given = indices[source_of[indices] == source]
-        passes = [given[start : start + size] for start in range(0, len(given), size)]
+        of_source = indices[source_of[indices] == source]
+        passes = [of_source[start : start + size] for start in range(0, len(of_source), size)]
         assert len(passes) > 2
         assert all(len(set(tensor.tolist())) == len(tensor) for tensor in passes)
         assert not np.array_equal(passes[0], passes[1])

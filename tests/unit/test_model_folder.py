@@ -161,7 +161,7 @@ def test_named_templates_of_a_folder_stay(tmp_path):
     more.mkdir()
     (more / "tool_use.jinja").write_text(FOLDERS["qwen3"].template + "{# tools #}")
     out = run_task_here("train_text", text_config(tmp_path, folder)) / "hf_ckpt"
-    before, after = (AutoTokenizer.from_pretrained(each).chat_template for each in (folder, out))
+    before, after = (AutoTokenizer.from_pretrained(path).chat_template for path in (folder, out))
     assert isinstance(before, dict) and set(before) == {"default", "tool_use"} and before == after
 
 

@@ -106,8 +106,8 @@ def test_singular_values_become_about_one(shape):
     wide = torch.linalg.svdvals(matrices) > 0.02 * matrices.norm(dim=(-2, -1), keepdim=True)[..., 0]
     assert values[wide].min() > 0.6
     if len(shape) == 3:  # each expert on its own
-        for matrix, each in zip(matrices, result, strict=True):
-            torch.testing.assert_close(orthogonalised(matrix), each, rtol=1e-5, atol=1e-6)
+        for matrix, orthogonal in zip(matrices, result, strict=True):
+            torch.testing.assert_close(orthogonalised(matrix), orthogonal, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(orthogonalised(matrices.mT), result.mT, rtol=1e-4, atol=1e-5)
 
 
@@ -182,8 +182,8 @@ def test_state_dict_goes_on_as_if_nothing_had_happened():
     other = copy.deepcopy(truth)
     resumed, _ = build_optimizer(other, config(lr=0.02), 8)
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for module, each in ((truth, optimizer), (other, resumed)):
-        train(module, each, start=4)
+    for module, its_optimizer in ((truth, optimizer), (other, resumed)):
+        train(module, its_optimizer, start=4)
     for name, parameter in truth.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name
     for parameter in truth.parameters():
@@ -203,8 +203,8 @@ def test_a_checkpoint_goes_on_with_the_same_bits(tmp_path):
     saving.finish(keep=1)
     resumed, again = build_optimizer(other, config(lr=0.02), 8)
     load_state(TrainState(other, resumed, again), StoredCheckpoint(tmp_path / "global_step_4"), mesh)
-    for module, each in ((truth, optimizer), (other, resumed)):
-        train(module, each, start=4)
+    for module, its_optimizer in ((truth, optimizer), (other, resumed)):
+        train(module, its_optimizer, start=4)
     for name, parameter in truth.named_parameters():
         assert torch.equal(other.get_parameter(name), parameter), name
 

@@ -232,7 +232,7 @@ def test_descent_moves_towards_good_samples_and_not_towards_bad_ones(objective: 
         assert (after[advantages < 0] > before[advantages < 0]).all()
 
 
-@pytest.mark.parametrize("objective", [each for each in SAMPLE if each.type != "crd"], ids=named)
+@pytest.mark.parametrize("objective", [objective for objective in SAMPLE if objective.type != "crd"], ids=named)
 def test_groups_do_not_mix(objective: object) -> None:
     advantages = torch.tensor([1.0, -1.0, 2.0, -2.0, 1.5, -1.5])
     groups, levels = [7, 7, 3, 3, 7, 7], [0, 0, 0, 0, 1, 1]
@@ -350,9 +350,9 @@ def test_dgpo_weighs_a_group_by_how_far_it_is_ahead_and_masks_what_left_the_trus
     torch.testing.assert_close(clipped, loss)
     clipped.sum().backward()
     ratio = torch.exp(batch.error(batch.old_velocity) - error)
-    left = torch.where(advantages > 0, ratio > 1.05, ratio < 0.95)
-    assert (batch.velocity.grad.flatten(1).norm(dim=1) == 0).tolist() == left.tolist()
-    assert left.any() and float(stats["dgpo/clipped"]) == int(left.sum())
+    outside = torch.where(advantages > 0, ratio > 1.05, ratio < 0.95)
+    assert (batch.velocity.grad.flatten(1).norm(dim=1) == 0).tolist() == outside.tolist()
+    assert outside.any() and float(stats["dgpo/clipped"]) == int(outside.sum())
     assert DGPO(clip_range=None).needs == {"reference"} and DGPO().needs == {"reference", "old"}
 
 
@@ -417,18 +417,18 @@ def test_an_error_has_the_weight_of_its_noise_level() -> None:
 def test_the_parts_of_every_recipe_fit_together(name: str) -> None:
     schema = TrajectoryAlgorithmConfig if name in TRAJECTORY_RECIPES else ForwardAlgorithmConfig
     algorithm = schema(recipe=name, **DIFFUSION_RECIPES[name])
-    given = {part for part, value in DIFFUSION_RECIPES[name].items() if isinstance(value, dict)}
+    named_parts = {part for part, value in DIFFUSION_RECIPES[name].items() if isinstance(value, dict)}
     if name in TRAJECTORY_RECIPES:
-        assert given == {"dynamics", "window", "advantage", "objective", "kl"}
+        assert named_parts == {"dynamics", "window", "advantage", "objective", "kl"}
         assert algorithm.rows_per_sample(10) > 0 and algorithm.other_policies.keys() <= {"reference"}
     else:
-        assert {"solver", "advantage", "objective", "timesteps", "kl"} <= given
-        assert {"old", "ema", "reference"} & given <= algorithm.other_policies.keys(), "a decay that is of no use"
+        assert {"solver", "advantage", "objective", "timesteps", "kl"} <= named_parts
+        assert {"old", "ema", "reference"} & named_parts <= algorithm.other_policies.keys(), "a decay that is of no use"
 
 
 def test_every_objective_says_what_it_is_given() -> None:
-    assert find_variants("sfumato.algorithms.objectives").keys() == {each.type for each in TRAJECTORY}
-    assert find_variants("sfumato.algorithms.forward_process").keys() == {each.type for each in SAMPLE}
+    assert find_variants("sfumato.algorithms.objectives").keys() == {objective.type for objective in TRAJECTORY}
+    assert find_variants("sfumato.algorithms.forward_process").keys() == {objective.type for objective in SAMPLE}
     for objective in TRAJECTORY:
         assert 0 < objective.replay_tolerance < 0.1
     for objective in SAMPLE:

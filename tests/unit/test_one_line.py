@@ -296,7 +296,7 @@ def test_prompts_of_no_length(tmp_path: Path, pipeline_folder: Path) -> None:
         build_diffusion_model(ModelConfig(model_path=str(pipeline_folder), max_sequence_length=length))
         for length in (0, 1)
     )
-    shorter, longer = (each.embed_prompts(["a"])["prompt_embeds"] for each in (without, with_one))
+    shorter, longer = (model.embed_prompts(["a"])["prompt_embeds"] for model in (without, with_one))
     assert shorter.shape[1] == longer.shape[1] - 1  # Stable Diffusion 3 does without T5, and CLIP's part stays
     assert torch.equal(shorter, longer[:, :-1])
 

@@ -323,10 +323,12 @@ def test_weights_that_fsdp_keeps_in_cpu_memory_are_updated_by_one_kernel():
 
 
 @pytest.mark.parametrize(
-    ("use_gpu", "offload", "given", "threads"),
+    ("use_gpu", "offload", "num_threads", "threads"),
     [(True, True, None, 4), (True, True, 2, 2), (True, False, None, None), (False, True, None, None)],
 )
-def test_a_rank_whose_cpu_updates_the_weights_has_its_share_of_threads(monkeypatch, use_gpu, offload, given, threads):
+def test_a_rank_whose_cpu_updates_the_weights_has_its_share_of_threads(
+    monkeypatch, use_gpu, offload, num_threads, threads
+):
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert cpu_threads(config(enable_fsdp_offload=offload, num_threads=given), use_gpu) == threads
+    assert cpu_threads(config(enable_fsdp_offload=offload, num_threads=num_threads), use_gpu) == threads

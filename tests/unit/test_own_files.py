@@ -83,8 +83,8 @@ def test_its_folder_trains_again_with_adapters(trained: Path, tmp_path: Path) ->
     config = config_of(tmp_path)
     config["model"] = {"model_path": str(trained / "hf_ckpt"), "family": FAMILY, "lora": {"rank": 2, "alpha": 4}}
     run = run_task_here("rl_diffusion", config)
-    kept = yaml.safe_load((run / "config.yaml").read_text())
-    assert kept["algorithm"]["objective"]["type"] == OBJECTIVE and kept["model"]["family"] == FAMILY
+    stored_config = yaml.safe_load((run / "config.yaml").read_text())
+    assert stored_config["algorithm"]["objective"]["type"] == OBJECTIVE and stored_config["model"]["family"] == FAMILY
     family = sys.modules["pixel_mixer"].PixelMixerFamily
     pipeline = family.pipeline_type().from_pretrained(trained / "hf_ckpt")
     base = velocity(family(pipeline))
@@ -108,15 +108,16 @@ class Ranked(GroupAdvantage):
 def test_a_part_of_each_kind_is_named_by_import_path_and_they_go_together(tmp_path: Path) -> None:
     """A family, an objective, an advantage and a reward in one run, and a format of text in another, side by side."""
     reward, advantage = "tests.dist.rewards:CoarseBrightness", f"{__name__}:Ranked"
-    own = {"reward": {"rewards": [{"type": reward}]}, "algorithm": {"advantage": {"type": advantage}}}
+    parts = {"reward": {"rewards": [{"type": reward}]}, "algorithm": {"advantage": {"type": advantage}}}
     (tmp_path / "pictures").mkdir()
-    run = run_task_here("rl_diffusion", config_of(tmp_path / "pictures", **own))
+    run = run_task_here("rl_diffusion", config_of(tmp_path / "pictures", **parts))
     line = read_jsonl(run / "metrics.jsonl")[-1]
     assert line["grad_norm"] > 0 and "reinforce/log_ratio" in line and 0 < line["advantage/abs_mean"] < 3
-    kept = yaml.safe_load((run / "config.yaml").read_text())
-    algorithm = kept["algorithm"]
-    named = algorithm["objective"], algorithm["advantage"], kept["reward"]["rewards"][0]
-    assert [part["type"] for part in named] == [OBJECTIVE, advantage, reward] and kept["model"]["family"] == FAMILY
+    stored_config = yaml.safe_load((run / "config.yaml").read_text())
+    algorithm = stored_config["algorithm"]
+    named = algorithm["objective"], algorithm["advantage"], stored_config["reward"]["rewards"][0]
+    assert [part["type"] for part in named] == [OBJECTIVE, advantage, reward]
+    assert stored_config["model"]["family"] == FAMILY
 
     rows = [{"question": f"{number} + 1", "answer": str(number + 1)} for number in range(9)]
     path = tmp_path / "questions.jsonl"

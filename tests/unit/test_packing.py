@@ -67,7 +67,7 @@ def test_samples_that_fill_micro_batches_to_the_last_token_are_found():
     assert sum(lengths) == 4 * 1024
     shares = pack(lengths, [cost(length) for length in lengths], 1024, 4)
     assert [len(share) for share in shares] == [1] * 4
-    assert all(sum(lengths[each] for each in share[0]) == 1024 for share in shares)
+    assert all(sum(lengths[index] for index in share[0]) == 1024 for share in shares)
 
 
 def test_a_full_step_of_mixed_lengths_needs_no_more_than_its_tokens():
@@ -87,7 +87,7 @@ def test_work_is_even_between_ranks_and_within_each_round():
         lengths = lengths[: np.searchsorted(np.cumsum(lengths), 8 * 4 * 7168, side="right")].tolist()
         costs = [length + length**2 / 24_576 for length in lengths]
         shares = pack(lengths, costs, 8192, 8)
-        work = np.array([[sum(costs[each] for each in part) for part in share] for share in shares])
+        work = np.array([[sum(costs[index] for index in part) for part in share] for share in shares])
         ratios.append(work.sum(axis=1).max() / work.sum(axis=1).mean())
         rounds.append(work.max(axis=0).sum() / work.sum(axis=1).mean())
     assert max(ratios) < 1.15 and np.mean(ratios) < 1.04

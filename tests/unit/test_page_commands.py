@@ -71,7 +71,7 @@ def names_extras(command: Command, patch: pytest.MonkeyPatch) -> None:
 
 def names_files(command: Command, patch: pytest.MonkeyPatch) -> None:
     results = [word for word in command.words if re.fullmatch(r"(cluster|tests|tasks|benchmarks)/\S+\.\w+", word)]
-    assert results and all((ROOT / each).is_file() for each in results)
+    assert results and all((ROOT / path).is_file() for path in results)
 
 
 def starts_a_task_within(command: Command, patch: pytest.MonkeyPatch) -> None:

@@ -193,8 +193,8 @@ def test_an_iteration_that_was_lost_is_drawn_again(tmp_path: Path) -> None:
 
 def test_an_engine_that_fails_leaves_what_was_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bench, untouched = Bench(tmp_path), Bench(tmp_path)
-    for either in (bench, untouched):
-        either.draw(1)
+    bench.draw(1)
+    untouched.draw(1)
     before = state_tokens(bench.unfinished)
     module, step = copy.deepcopy(bench.module.state_dict()), bench.engine._step
     steps = iter(range(4))
@@ -214,7 +214,7 @@ def test_groups_that_became_too_old_are_dropped(tmp_path: Path) -> None:
         rollout = bench.draw(version)
         oldest.append(version - min(rollout.versions))
         dropped += bench.unfinished.metrics["rollout/too_old_groups"]
-        assert all(version - drawn_by <= 1 for drawn_by in rollout.versions)
+        assert all(version - drawn_version <= 1 for drawn_version in rollout.versions)
     assert dropped > 0 and max(oldest) == 1
     longer = Bench(tmp_path, max_staleness=100)
     for version in range(1, 9):

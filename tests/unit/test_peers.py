@@ -42,9 +42,9 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[list[Peers], list[L
     ]
     wait_until(lambda: all(peers.heartbeats.has_heard for peers in made))
     yield made, lines, said
-    for line, each in zip(lines, made, strict=True):
+    for line, rank_peers in zip(lines, made, strict=True):
         line.is_up.set()
-        each.leave()
+        rank_peers.leave()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -60,8 +60,8 @@ def test_a_rank_that_is_cut_off_is_named_and_heard_again(ranks: tuple[list[Peers
     host = socket.gethostname()
     wait_until(lambda: bool(said))
     assert said[0].startswith(f"rank 2 on {host} is silent since ")
-    for each in (first, second):
-        assert each.lost().startswith(f"rank 2 on {host} (not heard of for ")
+    for rank_peers in (first, second):
+        assert rank_peers.lost().startswith(f"rank 2 on {host} (not heard of for ")
     assert third.lost() == f"rank 0 on {host}, which kept the store of the run, and maybe others"
     lines[2].is_up.set()
     wait_until(lambda: len(said) > 1)

@@ -261,7 +261,7 @@ def test_base64_and_data_urls_in_a_column_are_pictures(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     dataset = opened(tmp_path / "rows.jsonl", [])
     pixels = [dataset.pixels(index) for index in range(len(rows))]
-    assert all((each == pixels[-1]).all() for each in pixels)
+    assert all((picture == pixels[-1]).all() for picture in pixels)
 
 
 @pytest.mark.parametrize(

@@ -33,8 +33,8 @@ def write_video(folder: Path, kind: str) -> Path:
         writer.release()
     elif kind == "folder":
         path.mkdir()
-        for index, each in enumerate(frames()):
-            each.save(path / f"{index:03d}.png")
+        for index, frame in enumerate(frames()):
+            frame.save(path / f"{index:03d}.png")
         (path / "notes.txt").write_text("no image")
     else:
         first, *rest = frames()
@@ -45,7 +45,7 @@ def write_video(folder: Path, kind: str) -> Path:
 
 def shades(actual: list[Image.Image]) -> list[int]:
     assert all(image.size == (64, 48) and image.mode == "RGB" for image in actual)
-    return [round(float(np.asarray(each).mean())) for each in actual]
+    return [round(float(np.asarray(image).mean())) for image in actual]
 
 
 @pytest.mark.parametrize("as_bytes", [False, True])

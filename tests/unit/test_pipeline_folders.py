@@ -91,7 +91,7 @@ def test_the_remedy_for_a_variant_works(folders: Any, parts: Any, variant: str, 
     command = re.search(r'python -c "import diffusers; (.*)", and give FOLDER', message)
     assert command is not None
     exec(command[1].replace("FOLDER", str(tmp_path / "whole")), {"diffusers": diffusers})
-    actual, expected = (load(each, "sd3").denoiser.state_dict() for each in (tmp_path / "whole", folders["sd3"]))
+    actual, expected = (load(path, "sd3").denoiser.state_dict() for path in (tmp_path / "whole", folders["sd3"]))
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
 
 
@@ -123,7 +123,7 @@ def test_folders_that_are_whole_are_loaded(
 ) -> None:
     shutil.copytree(folders[name], folder := tmp_path / "pipe")
     change(folder)
-    actual, expected = (load(each, name).denoiser.state_dict() for each in (folder, folders[name]))
+    actual, expected = (load(path, name).denoiser.state_dict() for path in (folder, folders[name]))
     assert all(torch.equal(actual[key], expected[key]) for key in expected)
 
 

@@ -100,7 +100,7 @@ def test_no_sample_is_older_than_the_bound_and_no_role_is_busier_than_it_can_be(
         mine = sorted(
             (event for event in result.events if (event.role, event.rank) == (role, rank)), key=lambda e: e.start
         )
-        ends = [each.end for each in mine]
+        ends = [event.end for event in mine]
         assert all(after.start >= end - 1e-9 for after, end in zip(mine[1:], ends, strict=False)), (role, rank)
 
 

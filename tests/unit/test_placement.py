@@ -28,18 +28,18 @@ from sfumato.runtime.cluster.worker import OnState, RoleWorker, place_of_gpu
 
 
 def of(*cpus: float) -> list[Amount]:
-    return [(round(each * UNIT), 0) for each in cpus]
+    return [(round(count * UNIT), 0) for count in cpus]
 
 
 def fits(free: list[Amount], roles: list[list[Amount]], places: list[list[int]]) -> bool:
     """Whether nothing is given away twice."""
-    left = [list(each) for each in free]
+    remaining = [list(amount) for amount in free]
     for some, machines in zip(roles, places, strict=True):
         assert len(some) == len(machines)
         for amount, machine in zip(some, machines, strict=True):
             for kind in range(2):
-                left[machine][kind] -= amount[kind]
-    return all(value >= 0 for each in left for value in each)
+                remaining[machine][kind] -= amount[kind]
+    return all(value >= 0 for amount in remaining for value in amount)
 
 
 def exists(free: list[Amount], roles: list[list[Amount]]) -> bool:
@@ -161,11 +161,11 @@ def test_a_signal_ends_the_wait(two_machines: None) -> None:
 
 
 def test_a_loopback_address_among_several_machines_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    known = [
+    nodes = [
         {"Alive": True, "NodeManagerHostname": "alfa", "NodeManagerAddress": "127.0.0.1"},
         {"Alive": True, "NodeManagerHostname": "bravo", "NodeManagerAddress": "10.77.0.2"},
     ]
-    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: known))
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(nodes=lambda: nodes))
     results = [Machine("a", "alfa", *of(1, 1)), Machine("b", "bravo", *of(1, 1))]
     with pytest.raises(ConfigError, match=r"cannot reach alfa \(127\.0\.0\.1\): .*NODE_IP"):
         check_addresses(results)

@@ -28,7 +28,7 @@ def test_plain_values_arrive_as_they_were():
               torch.float32, torch.Size([2, 3]), np.float32(1.5), collections.Counter("aab"), Path("/a/b"), slice(1, 2),
               range(3)]  # fmt: skip
     arrived = from_bytes(to_bytes(values))
-    assert arrived == values and [type(each) for each in arrived] == [type(value) for value in values]
+    assert arrived == values and [type(value) for value in arrived] == [type(value) for value in values]
     array = np.arange(6, dtype=np.int16).reshape(2, 3)
     record = from_bytes(to_bytes(Record("x", array)))
     assert record.name == "x" and np.array_equal(record.values, array) and record.values.dtype == np.int16

@@ -65,7 +65,7 @@ def test_the_residual_stream_is_bf16(kind):
     module = parallel(kind, build(kind).train())
     seen = []
     for block in find_blocks(module, CASES[kind].plan(module)).values():
-        block.register_forward_pre_hook(lambda _block, given: seen.append(given[0].dtype))
+        block.register_forward_pre_hook(lambda _block, args: seen.append(args[0].dtype))
         block.register_forward_hook(lambda _block, _given, made: seen.append(made.dtype))
     loss_of(kind, module)
     assert seen and set(seen) == {torch.bfloat16}
@@ -75,12 +75,12 @@ def test_the_residual_stream_is_bf16(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_recomputed_blocks_convert_again(kind, mode):
     plain = build(kind).train()
-    kept, recomputed = (parallel(kind, copy.deepcopy(plain), activation_checkpointing=each) for each in ("none", mode))
-    losses = [loss_of(kind, module) for module in (kept, recomputed)]
+    whole, recomputed = (parallel(kind, copy.deepcopy(plain), activation_checkpointing=way) for way in ("none", mode))
+    losses = [loss_of(kind, module) for module in (whole, recomputed)]
     assert losses[0] == losses[1]
     for loss in losses:
         loss.backward()
-    for parameter, other in zip(kept.parameters(), recomputed.parameters(), strict=True):
+    for parameter, other in zip(whole.parameters(), recomputed.parameters(), strict=True):
         assert (parameter.grad is None) == (other.grad is None)
         assert parameter.grad is None or torch.equal(parameter.grad, other.grad)
 
@@ -121,7 +121,7 @@ def test_a_layer_that_fails_keeps_its_weights():
 def test_experts_are_multiplied_in_groups_and_in_bf16(monkeypatch):
     seen = []
     real = expert._compute
-    monkeypatch.setattr(expert, "_compute", lambda *given: seen.append((given[1].dtype, given[3])) or real(*given))
+    monkeypatch.setattr(expert, "_compute", lambda *args: seen.append((args[1].dtype, args[3])) or real(*args))
     plain = build("moe").train()
     module = parallel("moe", copy.deepcopy(plain))
     loss = loss_of("moe", module)
@@ -135,7 +135,7 @@ def test_adapters_take_what_comes_in_bf16(monkeypatch):
     plain = build("dense", lora=True).train()
     expected = loss_of("dense", parallel("dense", copy.deepcopy(plain)))
     monkeypatch.setattr(
-        BaseTunerLayer, "_cast_input_dtype", lambda *given: casts.append(real(*given).dtype) or real(*given)
+        BaseTunerLayer, "_cast_input_dtype", lambda *args: casts.append(real(*args).dtype) or real(*args)
     )
     with_casts = parallel("dense", copy.deepcopy(plain))
     assert loss_of("dense", with_casts) == expected

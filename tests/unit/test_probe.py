@@ -115,13 +115,13 @@ class Stretched(LlamaForCausalLM):
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: object) -> object:
         length = input_ids.shape[1]
         positions = torch.arange(length)[None] if position_ids is None else position_ids
-        own = self.model.rotary_emb
-        scaled = own(self.model.embed_tokens(input_ids), positions * 8.0 / length)
-        own.forward = lambda *args, **kwargs: scaled
+        rotary = self.model.rotary_emb
+        scaled = rotary(self.model.embed_tokens(input_ids), positions * 8.0 / length)
+        rotary.forward = lambda *args, **kwargs: scaled
         try:
             return super().forward(input_ids, position_ids=positions, **kwargs)
         finally:
-            del own.forward
+            del rotary.forward
 
 
 class Remembering(LlamaForCausalLM):
@@ -202,9 +202,9 @@ def test_a_large_model_makes_no_logits_of_whole_long_documents(monkeypatch: pyte
     passes = []
     compute = LanguageModel.compute_probe_values
 
-    def compute_and_note(own: LanguageModel, batches: list[TokenBatch]) -> list[Tensor]:
-        passes.append((batches[0].shape[1], own.attention, own._chunked))
-        return compute(own, batches)
+    def compute_and_note(language_model: LanguageModel, batches: list[TokenBatch]) -> list[Tensor]:
+        passes.append((batches[0].shape[1], language_model.attention, language_model._chunked))
+        return compute(language_model, batches)
 
     monkeypatch.setattr(LanguageModel, "compute_probe_values", compute_and_note)
     assert checks.reference() is not None

@@ -109,8 +109,8 @@ def test_what_rewards_demand_is_checked_naming_file_and_row(tmp_path):
 def test_glyph_prompts_are_training_words_and_held_out_words():
     config = PromptDataConfig(data_type="glyphs", glyphs=GlyphConfig(length=2))
     train, held_out = load_prompts(config, "train"), load_prompts(config, "eval", 20)
-    assert not any(is_held_out(each.metadata["target"], config.glyphs) for each in train)
-    assert len(held_out) == 20 and all(is_held_out(each.metadata["target"], config.glyphs) for each in held_out)
-    assert len({each.text for each in train + held_out}) == len(train) + 20
-    assert all(each.text == f'write "{each.metadata["target"]}"' for each in train + held_out)
+    assert not any(is_held_out(prompt.metadata["target"], config.glyphs) for prompt in train)
+    assert len(held_out) == 20 and all(is_held_out(prompt.metadata["target"], config.glyphs) for prompt in held_out)
+    assert len({prompt.text for prompt in train + held_out}) == len(train) + 20
+    assert all(prompt.text == f'write "{prompt.metadata["target"]}"' for prompt in train + held_out)
     check_prompts(train + held_out, [OcrReward().check_row])

@@ -89,7 +89,7 @@ def test_a_model_learns_and_is_improved_by_rl_with_it(shipped: tuple[str, Path, 
     folder = run_task_here("train_text", tiny_text_config(tmp_path, model=model, data=data))
     first, *_, last = (line["loss"] for line in read_jsonl(folder / "metrics.jsonl") if "loss" in line)
     assert last < first
-    own = {"model_path": str(folder / "hf_ckpt"), "config_path": None, "tokenizer_path": None}
-    rl = tiny_text_rl_config(tmp_path / "rl", model=own, data=data, train={"max_steps": 2})
+    trained_model = {"model_path": str(folder / "hf_ckpt"), "config_path": None, "tokenizer_path": None}
+    rl = tiny_text_rl_config(tmp_path / "rl", model=trained_model, data=data, train={"max_steps": 2})
     lines = read_jsonl(run_task_here("rl_text", rl) / "metrics.jsonl")
     assert max(line["mismatch/log_ratio_max"] for line in lines if "mismatch/log_ratio_max" in line) < 1e-5

@@ -59,10 +59,10 @@ def test_each_step_takes_what_the_one_before_made_in_folders_of_its_seed(seed: i
 
 def test_variations_on_the_quickstarts_page_have_folders_of_their_own() -> None:
     text = (ROOT / "docs" / "quickstart.md").read_text(encoding="utf-8").replace("\\\n", " ")
-    given = re.findall(r"tasks/(\w+)\.py +(configs/quickstart/\w+\.yaml) +(--.*)", text)
-    assert len(given) >= 3
+    commands = re.findall(r"tasks/(\w+)\.py +(configs/quickstart/\w+\.yaml) +(--.*)", text)
+    assert len(commands) >= 3
     folders = []
-    for task, path, overrides in given:
+    for task, path, overrides in commands:
         changes = parse_overrides(shlex.split(overrides, comments=True))
         plain = load_config(SCHEMAS[task], ROOT / path)
         config = load_config(SCHEMAS[task], ROOT / path, changes)

@@ -76,8 +76,8 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
             if weight.ndim == 1:
                 weight.add_(0.1 * torch.randn_like(weight))
     model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    given = [sound_row(index) for index in range(6)]
-    samples = [sample for index, row in enumerate(given) for sample in transform(FiledRow(row), f"row {index}")]
+    data_rows = [sound_row(index) for index in range(6)]
+    samples = [sample for index, row in enumerate(data_rows) for sample in transform(FiledRow(row), f"row {index}")]
     batch = make_batch(samples, list(range(6)), [0] * 6, True, 0, 2, model.vision)
     assert [len(media.get("input_features", ())) for media in batch.media] == [0, 1, 2, 0, 1, 2]
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
@@ -85,7 +85,7 @@ def test_conversations_are_those_of_transformers_one_by_one(rows: str, tmp_path:
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
-    for row, sample, log_probs in zip(given, samples, actual, strict=True):
+    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
         inputs, document = inputs_of(model.vision.reader.processor, row), sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
         logits = plain(**inputs, use_cache=False).logits[0]
@@ -203,8 +203,8 @@ def test_what_is_exported_is_loaded_by_transformers_and_gives_the_same(run: Any,
     begun = build_language_model(described.model, described.train, data_type=described.data.data_type).plain
     trained = plain.state_dict()
     for name, weight in begun.state_dict().items():
-        kept = "audio_tower.layers" in name or UNUSED in name
-        assert torch.equal(weight, trained[name]) == kept, name
+        stays = "audio_tower.layers" in name or UNUSED in name
+        assert torch.equal(weight, trained[name]) == stays, name
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_the_verifier_stays_and_answers_leave_no_processes(reward):
     """spiral_matrix evaluates what looks like a list; what it begins ends with it, whatever it tries."""
     row, scorer = load("spiral_matrix", 1, 3)[0], Scorer([reward])
     assert scorer.score([sample(row, f"<answer>{row['answer']}</answer>")]).total.tolist() == [1.0]
-    kept = verifier._program
+    program = verifier._program
 
     def answer(condition):  # a list that is right has 0.1
         return sample(row, f"<answer>{row['answer']!r}.split() if {condition} else []</answer>")
@@ -112,7 +112,7 @@ def test_the_verifier_stays_and_answers_leave_no_processes(reward):
     assert scores.total.tolist() == [0.1, 0.0, 0.0, 0.1, 1.0]
     again = scorer.score([answer(alone), answer("1 / 0"), sample(row, f"<answer>{row['answer']}</answer>")])
     assert again.total.tolist() == [0.1, 0.0, 1.0]
-    assert verifier._program is kept
+    assert verifier._program is program
 
 
 def test_a_verifier_that_is_lost_costs_a_batch_and_is_started_again(reward):

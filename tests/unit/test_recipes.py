@@ -274,9 +274,11 @@ def assert_gradients_where_they_belong(watched: Watched, row: Row) -> None:
     prefixes = [model.denoiser_name] if len(parts) == 1 else [f"{model.denoiser_name}.{part}" for part in parts]
     used = 0
     for prefix in prefixes:  # a part that no trained noise level needs is left alone; a first update moves B, not A
-        own = {name for name in trained if name.startswith(f"{prefix}.")}
-        if own & first.keys() and own & second.keys():
-            assert {name for name in own - first.keys() - second.keys() if not re.search(row.never_used, name)} == set()
+        of_part = {name for name in trained if name.startswith(f"{prefix}.")}
+        if of_part & first.keys() and of_part & second.keys():
+            assert {
+                name for name in of_part - first.keys() - second.keys() if not re.search(row.never_used, name)
+            } == set()
             used += 1
     assert used > 0
 

@@ -110,8 +110,8 @@ def test_videos_play_and_edits_stand_beside_their_source(tmp_path):
     )
     page, _ = read_page(tmp_path)
     pictures = [(tag["src"].split(";")[0], tag["alt"]) for name, tag in page.tags if name == "img"]
-    shown, given = ("data:image/webp", PROMPT), ("data:image/png", f"source: {PROMPT}")
-    assert pictures == [given, shown, given, shown, shown]
+    shown, source_shown = ("data:image/webp", PROMPT), ("data:image/png", f"source: {PROMPT}")
+    assert pictures == [source_shown, shown, source_shown, shown, shown]
 
 
 def test_text_from_prompts_and_config_is_escaped(tmp_path):
@@ -307,14 +307,14 @@ def test_drawing_leaves_matplotlib_settings_and_pyplot_alone(tmp_path):
 
 def test_a_rare_part_of_a_step_counts_as_often_as_it_happened():
     steps = [{"step": step, "time/step_s": 1.0, "time/update_s": 0.9} for step in range(1, 21)]
-    for each in steps[9::10]:
-        each |= {"time/save_s": 8.0, "time/step_s": 9.0, "time/reward_ocr_s": 3.0}
+    for step in steps[9::10]:
+        step |= {"time/save_s": 8.0, "time/step_s": 9.0, "time/reward_ocr_s": 3.0}
     text = Page(time_per_phase(series_of(steps))).text
     assert "update20 of 200.90.950 %" in text and "save2 of 208844 %" in text
     assert "everything else6 %" in text and "whole step20 of 20" in text
     assert "reward ocr2 of 2033beside the others" in text
-    for each in steps:
-        each["time/generate_s"] = each["time/step_s"] - 0.1  # by a sampler of its own, while the policy learns
+    for step in steps:
+        step["time/generate_s"] = step["time/step_s"] - 0.1  # by a sampler of its own, while the policy learns
     text = Page(time_per_phase(series_of(steps))).text
     assert re.search(r"generate20 of 20[\d.]+beside the others", text)
     assert "update20 of 200.90.950 %" in text and "everything else6 %" in text

@@ -42,13 +42,13 @@ def page(tmp_path):
 
 def test_curves_are_searched(page):
     shown = page.locator("figure[data-metric]:visible")
-    assert [each.get_attribute("data-metric") for each in shown.all()] == ["loss"], "200 others are folded"
+    assert [figure.get_attribute("data-metric") for figure in shown.all()] == ["loss"], "200 others are folded"
     page.locator("#search").fill("layer_199 load")
-    assert [each.get_attribute("data-metric") for each in shown.all()] == ["experts/layer_199/load"]
+    assert [figure.get_attribute("data-metric") for figure in shown.all()] == ["experts/layer_199/load"]
     page.locator("#search").fill("nothing like it")
     assert shown.count() == 0
     page.locator("#search").fill("")
-    assert [each.get_attribute("data-metric") for each in shown.all()] == ["loss"]
+    assert [figure.get_attribute("data-metric") for figure in shown.all()] == ["loss"]
 
 
 def test_a_long_answer_leaves_the_columns_where_they_are(page):

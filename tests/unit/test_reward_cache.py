@@ -86,7 +86,7 @@ def test_everything_that_a_reward_sees_counts_and_the_group_number_does_not():
     changed = {name for other in others for name, value in vars(other).items() if value is not getattr(base, name)}
     fields = {field.name for field in dataclasses.fields(Sample)}
     assert changed == fields - {"group_id", "damage", "scores"}, "a field of a sample that is new here"
-    digests = [digest([each]) for each in [base, *others]]
+    digests = [digest([changed_sample]) for changed_sample in [base, *others]]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
     assert digest([dataclasses.replace(base, group_id=5, image=base.image.copy())]) == digests[0]
     assert digest([base, others[0]]) != digest([others[0], base])
@@ -115,8 +115,8 @@ def test_failures_are_not_remembered_and_reach_every_equal_sample():
 def test_groups_are_remembered_whole():
     scorer = Scorer([Ranking()], cache_size=100)
     group = [sample(3), sample(1), sample(2)]
-    again = [dataclasses.replace(each, group_id=7) for each in group]
-    mixed = [each for pair in zip(group, again, strict=True) for each in pair]
+    again = [dataclasses.replace(member, group_id=7) for member in group]
+    mixed = [member for pair in zip(group, again, strict=True) for member in pair]
     assert scorer.score(mixed).total.tolist() == [2, 2, 0, 0, 1, 1] and len(CALLS) == 1
     assert scorer.score(again).total.tolist() == [2, 0, 1] and len(CALLS) == 1
     assert scorer.score(group[:2]).total.tolist() == [1, 0] and len(CALLS) == 2, "a part is another group"

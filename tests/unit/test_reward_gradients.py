@@ -224,7 +224,7 @@ def test_direct_align_is_the_published_loop(folder: Path, tmp_path: Path) -> Non
     expected = []
     for level in range(2):
         u = keyed_uniform(7, f"direct align {level}", 2, IDS)
-        d = torch.tensor([min(0.1, float(each), 1 - float(each)) for each in u], dtype=torch.float64)
+        d = torch.tensor([min(0.1, float(uniform), 1 - float(uniform)) for uniform in u], dtype=torch.float64)
         target = (0.5 + 0.4 * u).float().view(-1, 1, 1, 1)
         for inverts in (False, True):
             source = 0.5 + 0.4 * (u - d if inverts else u + d)

@@ -44,7 +44,7 @@ def test_samples_arrive_as_they_were_sent():
             noise_samples(1)[0], metadata={"big": 10**30, "none": None, "number": 0.1, "é": ["\u2028"]}
         ),
     ]
-    label, received = wire.decode_request(wire.encode_request("ocr", [wire.encode_sample(each) for each in sent]))
+    label, received = wire.decode_request(wire.encode_request("ocr", [wire.encode_sample(sample) for sample in sent]))
     assert label == "ocr"
     for before, after in zip(sent, received, strict=True):
         for name in ("image", "source"):

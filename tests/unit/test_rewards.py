@@ -149,7 +149,7 @@ def test_real_ocr_of_a_video_is_the_mean_over_its_frames():
     word = data.caption(0).split('"')[1]
     right = data.pixels(0).permute(1, 2, 3, 0).numpy()
     half = np.concatenate([right[:3], np.full_like(right[:2], 255)])
-    samples = [Sample(image=each, prompt=f'write "{word}"', group_id=0) for each in (right, half)]
+    samples = [Sample(image=video, prompt=f'write "{word}"', group_id=0) for video in (right, half)]
     result = Scorer([OcrReward(detect=False, frame_step=2)]).score(samples).total
     assert result.tolist() == pytest.approx([1, 2 / 3])
     assert np.abs(np.diff(right.astype(int), axis=0)).max() > 100, "the word moves"
@@ -164,7 +164,7 @@ def test_rapidocr_logs_nothing_below_error(capfd):
 
 def test_examples_of_the_documentation_work(tmp_path, monkeypatch):
     text = (Path(__file__).parents[2] / "docs" / "rewards.md").read_text(encoding="utf-8")
-    (code,) = (each for each in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "my_package" in each)
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "my_package" in block)
     (tmp_path / "my_package").mkdir()
     (tmp_path / "my_package" / "rewards.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)

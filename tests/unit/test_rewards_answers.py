@@ -24,7 +24,7 @@ def value(reward, text, **metadata):
 
 
 @pytest.mark.parametrize(
-    ("how", "text", "found"),
+    ("how", "text", "expected"),
     [
         ("all", "  42 \n", "42"),
         ("all", " \n", None),
@@ -53,8 +53,8 @@ def value(reward, text, **metadata):
         ("last_number", "at 3em", "3"),
     ],
 )
-def test_what_is_taken_out_of_an_answer(how, text, found):
-    assert extract_answer(text, how, "####") == found
+def test_what_is_taken_out_of_an_answer(how, text, expected):
+    assert extract_answer(text, how, "####") == expected
 
 
 def test_many_open_boxes_take_no_quadratic_time():

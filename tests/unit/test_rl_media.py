@@ -95,12 +95,12 @@ def test_a_drawn_token_by_which_media_are_found_ends_the_answer(kind: str, tmp_p
     model, prompts = loaded(tmp_path, kind)
     begins = {259, 263}
     assert begins <= model.vision.reader.media_tokens()
-    given = of_kind(prompts, AudioFile)[0]
+    prompt = of_kind(prompts, AudioFile)[0]
     for begin in begins:
-        tokens = [*given.token_ids, 70, 71, begin]
-        drawn = np.arange(len(tokens)) >= len(given.token_ids)
+        tokens = [*prompt.token_ids, 70, 71, begin]
+        drawn = np.arange(len(tokens)) >= len(prompt.token_ids)
         numbers = np.zeros(len(tokens), np.float32)
-        token_sequence = TokenSequence(np.array(tokens, np.int32), drawn, numbers, drawn - 1, "stop", given.images)
+        token_sequence = TokenSequence(np.array(tokens, np.int32), drawn, numbers, drawn - 1, "stop", prompt.images)
         rollout = TextRollout(requests=[SampleRequest(0, 0, 1)], versions=[0], sequences=[[token_sequence]])
         batch = pack_samples(rollout, model)
         result = model.token_log_probs([batch])[0][batch.loss_mask]

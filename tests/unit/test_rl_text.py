@@ -83,16 +83,16 @@ def test_the_reward_rises(tmp_path: Path) -> None:
 
 def test_an_update_is_that_of_the_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """GRPO with a KL to the reference, at a temperature, against plain transformers on one answer after the other."""
-    kept: dict[str, Any] = {}
+    recorded: dict[str, Any] = {}
     task = load_task("rl_text")
     update_policy, reduce_and_clip = task.update_policy, task.reduce_and_clip
 
     def watched(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
-        kept.update(module=actor.model.plain, part=part, advantages=advantages.values.clone())
+        recorded.update(module=actor.model.plain, part=part, advantages=advantages.values.clone())
         return update_policy(actor, part, advantages, config, step)
 
     def before(model: Any, *args: Any) -> float:
-        kept["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        recorded["gradients"] = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
         return reduce_and_clip(model, *args)
 
     monkeypatch.setattr(task, "update_policy", watched)
@@ -103,16 +103,16 @@ def test_an_update_is_that_of_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
         "train": {"max_steps": 1, "micro_batch_size": 3, "lr": 1e-9},
     }
     run_task_here(task, tiny_text_rl_config(tmp_path, **settings))
-    rollouts, _, ids, _ = kept["part"]
+    rollouts, _, ids, _ = recorded["part"]
     sequences = {
         request.sample_id: sequence
         for rollout in rollouts
         for request, (sequence,) in zip(rollout.requests, rollout.sequences, strict=True)
     }
-    module, useful = kept["module"], [number for number in ids if kept["advantages"][number] != 0]
+    module, useful = recorded["module"], [number for number in ids if recorded["advantages"][number] != 0]
     module.zero_grad()
     for number in useful:
-        sequence, advantage = sequences[number], kept["advantages"][number]
+        sequence, advantage = sequences[number], recorded["advantages"][number]
         tokens, drawn = torch.from_numpy(sequence.token_ids).long(), torch.from_numpy(sequence.drawn)
         logits = module(input_ids=tokens[None], use_cache=False).logits[0, :-1] / 0.7
         log_probs = logits.log_softmax(-1).gather(-1, tokens[1:, None])[:, 0][drawn[1:]]
@@ -121,7 +121,7 @@ def test_an_update_is_that_of_the_formula(tmp_path: Path, monkeypatch: pytest.Mo
         losses = -advantage * ratio  # the penalty is 0 and flat where policy and reference are one
         (losses.mean() / len(useful)).backward()
     for name, parameter in module.named_parameters():
-        assert torch.allclose(parameter.grad, kept["gradients"][name], atol=1e-6, rtol=1e-4), name
+        assert torch.allclose(parameter.grad, recorded["gradients"][name], atol=1e-6, rtol=1e-4), name
 
 
 @pytest.fixture(scope="module")
@@ -216,10 +216,10 @@ def test_a_kl_in_the_reward_comes_before_the_baseline(
     rollout, token_values, before, after = seen[1]
     by_answer = {name: values.split(rollout.num_rows) for name, values in token_values.items()}
     rewards = before.rewards.clone()
-    for row, (own, reference) in enumerate(
+    for row, (proximal, reference) in enumerate(
         zip(*(by_answer[f"{name}_log_probs"] for name in ("proximal", "reference")), strict=True)
     ):
-        rewards[row] -= 0.5 * float((own - reference).sum())
+        rewards[row] -= 0.5 * float((proximal - reference).sum())
     groups = rewards.view(4, 4)
     assert float((groups - before.rewards.view(4, 4)).abs().max()) > 1e-3
     if recipe == "grpo":

@@ -72,11 +72,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:
     """Log-probabilities of the drawn tokens by transformers' own module, alone, which counts positions itself."""
     tokens, before = torch.from_numpy(sequence.token_ids.astype(np.int64))[None], sequence.token_ids[:-1]
-    given = model.single_document_inputs(before, sequence.images)
+    inputs = model.single_document_inputs(before, sequence.images)
     plain = copy.deepcopy(model.plain).eval()
     plain.set_attn_implementation("eager")
     with torch.no_grad():
-        logits = plain(input_ids=tokens[:, :-1], use_cache=False, **given).logits[0]
+        logits = plain(input_ids=tokens[:, :-1], use_cache=False, **inputs).logits[0]
     log_probs = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0]
     return log_probs[torch.from_numpy(sequence.drawn[1:])]
 
@@ -143,9 +143,9 @@ def test_a_prompt_is_encoded_once_for_its_group(tmp_path: Path, monkeypatch: pyt
 
 def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path) -> None:
     model, prompts = loaded(tmp_path)
-    given = prompts[1].token_ids
-    tokens = [*given, 70, 71, IMAGE_TOKEN]
-    drawn = np.arange(len(tokens)) >= len(given)
+    prompt_ids = prompts[1].token_ids
+    tokens = [*prompt_ids, 70, 71, IMAGE_TOKEN]
+    drawn = np.arange(len(tokens)) >= len(prompt_ids)
     token_sequence = TokenSequence(
         np.array(tokens, np.int32), drawn, np.zeros(len(tokens), np.float32), drawn - 1, "stop", prompts[1].images
     )
@@ -153,7 +153,7 @@ def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path)
     batch = pack_samples(rollout, model)
     labels = batch.labels
     assert labels[labels != -100].tolist() == [70, 71, IMAGE_TOKEN]
-    assert int((batch.input_ids == IMAGE_TOKEN).sum()) == given.count(IMAGE_TOKEN) > 0
+    assert int((batch.input_ids == IMAGE_TOKEN).sum()) == prompt_ids.count(IMAGE_TOKEN) > 0
     actual = model.token_log_probs([batch])[0][batch.loss_mask]
     before = token_sequence.token_ids[:-1]
     ids = torch.from_numpy(before.astype(np.int64))[None]
@@ -199,10 +199,10 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
     prompt, reader = prompts[1], template.reader
     ((begin, length),) = token_runs(reader.kinds(np.array(prompt.token_ids)) == 1)
     assert set(prompt.token_ids[begin : begin + length]) == {IMAGE_TOKEN} and prompt.token_ids[begin - 1] == 259
-    given: list[list[bytes]] = []
+    requests: list[list[bytes]] = []
 
     async def render(images: list[bytes]) -> Any:
-        given.append(images)
+        requests.append(images)
         return rendered(length)
 
     async def all_of(images: RenderedImages) -> list[Any]:
@@ -210,9 +210,9 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
 
     result = asyncio.run(all_of(RenderedImages(reader, render)))
     assert [entry["mm_placeholders"]["image"] for entry in result] == [[{"offset": begin, "length": length}]] * 4
-    assert len(given) == 1, "once for a group"
+    assert len(requests) == 1, "once for a group"
     _, rows, columns = prompt.images.shapes[0].tolist()
-    with Image.open(io.BytesIO(given[0][0])) as scaled:
+    with Image.open(io.BytesIO(requests[0][0])) as scaled:
         assert scaled.size == (columns * 4, rows * 4)
         tensors = reader.of_opened([scaled.convert("RGB")])
     assert torch.equal(tensors["pixel_values"], reader.tensors(prompt.images)["pixel_values"])

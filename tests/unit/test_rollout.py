@@ -45,7 +45,7 @@ def roll_out(model: DiffusionModel, ids: list[int], **changes: object) -> tuple[
         "iteration": 4,
         **changes,
     }
-    return sample_trajectories(model, model.encode_prompts([PROMPTS[each] for each in ids]), ids, **settings)
+    return sample_trajectories(model, model.encode_prompts([PROMPTS[index] for index in ids]), ids, **settings)
 
 
 @pytest.mark.exact
@@ -70,12 +70,12 @@ def test_a_sample_is_the_same_in_every_micro_batch(model: DiffusionModel, micro_
     latents, sampled = roll_out(model, list(range(16)))
     ids = list(range(16))
     parts = [roll_out(model, ids[start : start + micro_batch_size]) for start in range(0, 16, micro_batch_size)]
-    joined = torch.cat([each for each, _ in parts])
+    joined = torch.cat([part for part, _ in parts])
     # the convolution of the patch embedding takes another kernel for a batch of one picture
     tolerance = 1e-4 if micro_batch_size == 1 or ROUNDING else 0.0
     torch.testing.assert_close(joined, latents, atol=tolerance, rtol=0)
     torch.testing.assert_close(
-        Trajectories.cat([each for _, each in parts]).means, sampled.means, atol=tolerance, rtol=0
+        Trajectories.cat([part for _, part in parts]).means, sampled.means, atol=tolerance, rtol=0
     )
 
 

@@ -48,14 +48,14 @@ def sequence(length: int, drawn: Sequence[int], reason: FinishReason = "stop", s
 
 def example() -> tuple[TextRollout, Advantages, dict[str, torch.Tensor]]:
     """Four samples: one of a turn, one of two sequences, one that drew nothing, one that has no sequence."""
-    own = [
+    sequences_of_samples = [
         [sequence(5, [3, 4])],
         [sequence(6, [1, 2, 5], "length", 1), sequence(3, [2], "abort", 2)],
         [sequence(2, [], "length", 3)],
         [],
     ]
     requests = [SampleRequest(10 + row, row // 2, 7 - row, is_first=row % 2 == 0) for row in range(4)]
-    rollout = TextRollout(requests=requests, versions=[3, 3, 2, 3], sequences=own)
+    rollout = TextRollout(requests=requests, versions=[3, 3, 2, 3], sequences=sequences_of_samples)
     fields = {"advantages": torch.randn(6), "proximal_log_probs": torch.tensor([-0.0, -1e-38, -80.0, 1.0, 2.0, 3.0])}
     flags = [torch.tensor([row == place for row in range(4)]) for place in range(3)]
     rewards = torch.tensor([0.5, 1 / 3, torch.nan, 0.0], dtype=torch.float64)
@@ -151,8 +151,8 @@ def test_a_run_from_dumps_has_the_bits_of_the_run_that_drew_them(tmp_path: Path)
     settings["reward"] = {"rewards": [{"type": "tests.text_rewards:FirstIsAscii", "name": "ascii"}]}  # for evaluation
     learned = run_task_here("rl_text", tiny_text_rl_config(tmp_path / "learned", **settings))
     lines = [
-        [{name: value for name, value in line.items() if not name.startswith("eval/")} for line in read_jsonl(each)]
-        for each in (drawn / "metrics.jsonl", learned / "metrics.jsonl")
+        [{name: value for name, value in line.items() if not name.startswith("eval/")} for line in read_jsonl(path)]
+        for path in (drawn / "metrics.jsonl", learned / "metrics.jsonl")
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 4
     assert weights_in(drawn / "hf_ckpt") == weights_in(learned / "hf_ckpt")

@@ -101,8 +101,8 @@ def test_what_the_self_check_asks_for() -> None:
 
 
 def test_where_nothing_can_be_compared_the_reason_is_told(tmp_path: Path) -> None:
-    given = config_with(tmp_path, **SEPARATE)
-    result = compare_rows(model_of(given), given, ALONE).environment["row_probe"]
+    config = config_with(tmp_path, **SEPARATE)
+    result = compare_rows(model_of(config), config, ALONE).environment["row_probe"]
     assert result == {"rows_independent_of_batch": None, "reason": "another process samples"}
 
 
@@ -221,8 +221,8 @@ def test_a_run_whose_rows_are_independent_must_replay_exactly(tmp_path: Path) ->
     task, config = load_task("rl_diffusion"), tiny_rl_config(tmp_path, train={"max_steps": 1})
     replay = task.replay_trajectories
 
-    def nudged(model: DiffusionModel, sampled: Any, *given: Any) -> Any:
-        step = replay(model, sampled, *given)
+    def nudged(model: DiffusionModel, sampled: Any, *arguments: Any) -> Any:
+        step = replay(model, sampled, *arguments)
         object.__setattr__(step, "mean", step.mean * (1 + 2e-7))
         return step
 
@@ -246,13 +246,13 @@ def test_compiled_graphs_may_differ_by_rounding_and_no_more(
     task, config = load_task("rl_diffusion"), tiny_rl_config(tmp_path, train=train)
     replay, passes = trajectories.replay_trajectories, []
 
-    def counted(model: DiffusionModel, sampled: Any, *given: Any) -> Any:
-        step = replay(model, sampled, *given)
+    def counted(model: DiffusionModel, sampled: Any, *arguments: Any) -> Any:
+        step = replay(model, sampled, *arguments)
         if torch.is_grad_enabled():
             passes.append(len(step.mean))
             if wrong:  # a noise level that is off
                 object.__setattr__(sampled, "sigmas", sampled.sigmas * (1 - wrong))
-                step = replay(model, sampled, *given)
+                step = replay(model, sampled, *arguments)
         return step
 
     monkeypatch.setattr(task, "replay_trajectories", counted)

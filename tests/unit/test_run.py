@@ -32,9 +32,9 @@ ALONE = Mesh(Layout(), torch.device("cpu"))
 @pytest.fixture(autouse=True)
 def _signals():
     """A run listens to signals; give them back."""
-    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     yield
-    for number, handler in kept.items():
+    for number, handler in handlers.items():
         signal.signal(number, handler)
 
 

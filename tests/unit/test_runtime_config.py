@@ -36,8 +36,8 @@ def test_strategies_preset_the_staleness(path: Path, strategy: str, staleness: i
 
 
 def test_the_staleness_of_fully_async_can_be_given(path: Path) -> None:
-    given = ["--rollout.async_strategy", "fully-async", "--rollout.max_staleness", "2"]
-    assert parse(path, *APART, *given).rollout.staleness == 2
+    arguments = ["--rollout.async_strategy", "fully-async", "--rollout.max_staleness", "2"]
+    assert parse(path, *APART, *arguments).rollout.staleness == 2
 
 
 def test_a_sampler_may_be_cut_otherwise_than_the_actor(path: Path) -> None:

@@ -189,8 +189,8 @@ def test_what_cannot_be_sampled_is_said(name, rl_run, tmp_path, capsys):
     shutil.copytree(rl_run / "hf_ckpt", tmp_path / "adapters")
     places = {"run": rl_run, "pipeline": rl_run.parent / "pipeline"}
     words, message = WRONG[name]
-    known = ("empty", "file", "adapters", "nowhere", "nothing.txt")
-    arguments = [places.get(word, tmp_path / word if word in known else word) for word in words]
+    below_tmp_path = ("empty", "file", "adapters", "nowhere", "nothing.txt")
+    arguments = [places.get(word, tmp_path / word if word in below_tmp_path else word) for word in words]
     assert sample(*arguments, "--out", tmp_path / "out") == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

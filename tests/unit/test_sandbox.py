@@ -304,8 +304,8 @@ def test_many_programs_at_the_same_time_keep_apart(sandbox):
     threads = [threading.Thread(target=run, args=(number,)) for number in range(8)]
     for thread in threads:
         thread.start()
-    for each in threads:
-        each.join()
+    for thread in threads:
+        thread.join()
     assert {number: int(value.stdout) for number, value in results.items()} == {number: number for number in range(8)}
 
 

@@ -143,7 +143,7 @@ def test_the_next_save_waits_and_says_for_how_long(tmp_path, slow):
     times = [json.loads(line) for line in (tmp_path / "timings.jsonl").read_text().splitlines()]
     assert times[3]["time/save_s"] > 0.25
     assert times[1]["time/save_s"] < 0.25 and "time/save_s" not in times[2]
-    assert not any(each.name == "checkpoint" for each in threading.enumerate())
+    assert not any(thread.name == "checkpoint" for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("stop", [False, True], ids=["last", "signal"])

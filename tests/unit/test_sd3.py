@@ -300,7 +300,7 @@ def test_autocast_runs_the_denoiser_in_low_precision(folder: Path) -> None:
     config = ModelConfig(model_path=str(folder), max_sequence_length=TOKENS)
     full, low = build_diffusion_model(config), build_diffusion_model(config, mixed_precision="bf16")
     latents, sigma = torch.randn(2, 4, 8, 8), torch.tensor([0.9, 0.3])
-    exact, rounded = (each.predict_velocity(latents, sigma, each.encode_prompts(PROMPTS)) for each in (full, low))
+    exact, rounded = (model.predict_velocity(latents, sigma, model.encode_prompts(PROMPTS)) for model in (full, low))
     assert rounded.dtype == torch.float32
     assert 0 < (exact - rounded).abs().max() < 0.1 * exact.abs().max() + 0.05
 

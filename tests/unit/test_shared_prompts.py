@@ -29,15 +29,16 @@ def sequences() -> list[TokenSequence]:
     generator = np.random.default_rng(3)
     prompts = {length: generator.integers(250, size=length).tolist() for length in set(GIVEN)}
     return [
-        single_turn(prompts[given], generator.integers(250, size=drawn).tolist(), [-1.0] * drawn, [0] * drawn, "stop")
-        for given, drawn in zip(GIVEN, DRAWN, strict=True)
+        single_turn(prompts[length], generator.integers(250, size=drawn).tolist(), [-1.0] * drawn, [0] * drawn, "stop")
+        for length, drawn in zip(GIVEN, DRAWN, strict=True)
     ]
 
 
-def rollout(own: list[list[TokenSequence]] | None = None) -> TextRollout:
-    own = [[sequence] for sequence in sequences()] if own is None else own
-    requests = [SampleRequest(number, 0, 0) for number in range(len(own))]
-    return TextRollout(requests=requests, versions=[0] * len(own), sequences=own)
+def rollout(sequences_of_samples: list[list[TokenSequence]] | None = None) -> TextRollout:
+    if sequences_of_samples is None:
+        sequences_of_samples = [[sequence] for sequence in sequences()]
+    requests = [SampleRequest(number, 0, 0) for number in range(len(sequences_of_samples))]
+    return TextRollout(requests=requests, versions=[0] * len(sequences_of_samples), sequences=sequences_of_samples)
 
 
 def scored(kind: str, shares: bool, drawn: TextRollout) -> tuple[LanguageModel, torch.Tensor, torch.Tensor, int]:
@@ -81,11 +82,11 @@ def test_what_an_answer_gets_does_not_depend_on_who_shares_its_prompt() -> None:
 def test_samples_of_several_sequences_and_without_decisions_stay_in_order() -> None:
     one, two, _, _, _, five = sequences()
     nothing = single_turn(one.token_ids[:11], [], [], [], "abort")
-    own = [[one, five], [nothing], [two], []]
-    _, expected, *_ = scored("qwen3", False, rollout(own))
-    shared, actual, *_ = scored("qwen3", True, rollout(own))
+    sequences_of_samples = [[one, five], [nothing], [two], []]
+    _, expected, *_ = scored("qwen3", False, rollout(sequences_of_samples))
+    shared, actual, *_ = scored("qwen3", True, rollout(sequences_of_samples))
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
-    batch = pack_samples(rollout(own), shared)
+    batch = pack_samples(rollout(sequences_of_samples), shared)
     assert batch.sample_index[batch.loss_mask].tolist() == [0] * (5 + 2) + [2]
     assert batch.decision_index[batch.loss_mask].tolist() == list(range(5 + 2 + 1))
 

@@ -26,8 +26,8 @@ def functions(task: str) -> dict[str, str]:
     text = (ROOT / "tasks" / f"{task}.py").read_text(encoding="utf-8")
     text = re.sub(r"\b(Trajectory|Forward)RLConfig\b", "Config", text.replace(f'"{task}"', '"TASK"'))
     lines = text.splitlines(keepends=True)
-    results = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef)]
-    return {each.name: "".join(lines[each.lineno - 1 : each.end_lineno]) for each in results}
+    results = [function for function in ast.parse(text).body if isinstance(function, ast.FunctionDef)]
+    return {function.name: "".join(lines[function.lineno - 1 : function.end_lineno]) for function in results}
 
 
 def in_one_line(text: str) -> str:
@@ -59,10 +59,10 @@ def test_the_loops_differ_in_the_probe_of_what_is_replayed_and_a_check_of_advant
 def test_an_update_ends_alike_whatever_its_loss(siblings) -> None:
     endings = [sibling["update_policy"].split("            loss = micro.mean(losses)\n")[1] for sibling in siblings]
     steps = [ending.split("    actor.end_update(step + 1)\n") for ending in endings]
-    own = "        replay.check()  # before anything has been updated\n"
+    replay_check = "        replay.check()  # before anything has been updated\n"
     assert (
-        own in steps[0][0]
-        and steps[0][0].replace(own, "") == steps[1][0]
+        replay_check in steps[0][0]
+        and steps[0][0].replace(replay_check, "") == steps[1][0]
         and steps[1][1].replace("metrics()", "metrics(replayed)") in steps[0][1]
     )
 

@@ -59,7 +59,7 @@ def test_euler_is_the_step_outside_the_window_to_the_bit() -> None:
         assert torch.equal(Euler().step(velocity, latents, sigmas, index)[0], step.mean)
 
 
-@pytest.mark.parametrize("dynamics", [CPS(0.8), DDIM(0.7)], ids=lambda each: each.type)
+@pytest.mark.parametrize("dynamics", [CPS(0.8), DDIM(0.7)], ids=lambda dynamics: dynamics.type)
 def test_the_noise_level_of_the_schedule_is_kept(dynamics: object) -> None:
     """x' holds 1 - sigma' of x0 and sigma' of noise, of which a part is new."""
     sigma, sigma_next = torch.tensor([0.8]), torch.tensor([0.5])
@@ -69,21 +69,23 @@ def test_the_noise_level_of_the_schedule_is_kept(dynamics: object) -> None:
     assert float(step.mean) == pytest.approx(0.5, rel=1e-6)
 
 
-@pytest.mark.parametrize("dynamics", [each for each in STOCHASTIC if each.type != "cps"], ids=lambda each: each.type)
+@pytest.mark.parametrize(
+    "dynamics", [dynamics for dynamics in STOCHASTIC if dynamics.type != "cps"], ids=lambda dynamics: dynamics.type
+)
 def test_many_stochastic_steps_keep_the_distribution_of_the_data(dynamics: object) -> None:
     """x0 ~ N(0, 0.5^2), the exact velocity: whatever the noise, samples must come out with that deviation."""
     generator, num_steps = torch.Generator().manual_seed(1), 200
     sigmas = torch.linspace(1, 0, num_steps + 1)
     latents = torch.randn((1, 20_000), generator=generator)
     for index in range(num_steps - 1):  # the last step is never stochastic
-        sigma, sigma_next = (sigmas[each].expand(1) for each in (index, index + 1))
+        sigma, sigma_next = (sigmas[place].expand(1) for place in (index, index + 1))
         velocity = velocity_at(latents, float(sigma))
         step = dynamics.step(velocity, latents, sigma, sigma_next, float(sigmas[1]))
         latents = step.draw(torch.randn(latents.shape, generator=generator))
     assert float(latents.std()) == pytest.approx(DATA_STD, rel=0.05)
 
 
-@pytest.mark.parametrize("dynamics", STOCHASTIC, ids=lambda each: each.type)
+@pytest.mark.parametrize("dynamics", STOCHASTIC, ids=lambda dynamics: dynamics.type)
 def test_steps_are_float32_finite_at_pure_noise_and_each_row_by_itself(dynamics: object) -> None:
     generator = torch.Generator().manual_seed(2)
     velocity, latents = (torch.randn((3, 2, 4, 4), generator=generator) for _ in range(2))

@@ -83,10 +83,10 @@ def inputs_of(model, row):
     text = model.tokenizer.apply_chat_template(messages, tokenize=False)
     images = [read_image(content, "a test") for content in results["image"]] or None
     audio = [read_sound(content, 16000, 30, "a test").samples for content in results["audio"]] or None
-    given, clips = {}, [reader.processor.video_processor.read(content, "a test") for content in results["video"]]
+    videos, clips = {}, [reader.processor.video_processor.read(content, "a test") for content in results["video"]]
     if clips:
-        given = {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
-    inputs = reader.processor(text=[text], images=images, audio=audio, return_tensors="pt", **given)
+        videos = {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
+    inputs = reader.processor(text=[text], images=images, audio=audio, return_tensors="pt", **videos)
     if clips:
         inputs["video_second_per_grid"] = torch.tensor([2 / clip.metadata.sampled_fps for clip in clips])
     return inputs
@@ -101,11 +101,11 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
             if weight.ndim == 1 and "audio_tower" in name:
                 weight.add_(0.1 * torch.randn_like(weight))
     model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    given = [audio_row(index, LEAST[kind]) for index in range(5)]
+    data_rows = [audio_row(index, LEAST[kind]) for index in range(5)]
     video = {"type": "video", "video": data_url(clip(32, 24, 14), "video/avi")}
-    given[3]["messages"][0]["content"].insert(0, video)
-    given[2]["messages"][0]["content"].insert(1, video)
-    samples = samples_of(transform, given)
+    data_rows[3]["messages"][0]["content"].insert(0, video)
+    data_rows[2]["messages"][0]["content"].insert(1, video)
+    samples = samples_of(transform, data_rows)
     batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
     assert len(batch.media) == 5 and "input_features" in batch.media[1]
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
@@ -114,7 +114,7 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
-    for row, sample, log_probs in zip(given, samples, actual, strict=True):
+    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
         inputs, document = inputs_of(model, row), sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
         logits = plain(**inputs, use_cache=False).logits[0]
@@ -275,5 +275,5 @@ def test_the_thinker_of_a_whole_omni_model_is_trained_and_exported_alone(tmp_pat
     again, info = cls.from_pretrained(exported, output_loading_info=True)
     assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     trained = again.state_dict()
-    for each, weight in whole.thinker.state_dict().items():
-        torch.testing.assert_close(trained[each], weight, rtol=0, atol=1e-7)
+    for name, weight in whole.thinker.state_dict().items():
+        torch.testing.assert_close(trained[name], weight, rtol=0, atol=1e-7)

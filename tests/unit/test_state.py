@@ -248,7 +248,9 @@ def test_fields_of_any_kind_of_optimiser_state(tmp_path):
     fields = loaded.optimizer.state[loaded.model[0].weight]
     assert isinstance(fields.pop("step"), int)
     assert_identical(fields, {key: value for key, value in state.optimizer.state[weight].items() if key != "step"})
-    result, saved = (each.optimizer.state[each.model[3].bias]["exp_avg"] for each in (loaded, state))
+    result, saved = (
+        train_state.optimizer.state[train_state.model[3].bias]["exp_avg"] for train_state in (loaded, state)
+    )
     assert result.dtype == torch.bfloat16
     assert torch.equal(result.view(torch.int16), saved.view(torch.int16))
 

@@ -93,7 +93,7 @@ def test_the_error_grows_with_the_threshold(tmp_path: Path) -> None:
         cache = StepCache(model, threshold, STEPS)
         images_of(model, cache)
         results.append(cache.metrics())
-    shares, errors = ([each[name] for each in results] for name in ("eval/cached_steps", "eval/cache_error"))
+    shares, errors = ([metrics[name] for metrics in results] for name in ("eval/cached_steps", "eval/cache_error"))
     assert shares == sorted(shares) and 0 < shares[1] <= shares[2]
     assert errors == sorted(errors) and errors[2] > errors[0]
 

@@ -39,7 +39,7 @@ def decode(ids):
 def first_end(tokenizer, ids, stop):
     """By the text of all tokens so far, after each."""
     texts = [tokenizer.decode(ids[: place + 1]) for place in range(len(ids))]
-    return next((place for place, text in enumerate(texts) if any(each in text for each in stop)), None)
+    return next((place for place, text in enumerate(texts) if any(end in text for end in stop)), None)
 
 
 @pytest.mark.parametrize("kind", ["byte_level", "qwen", "metaspace", "trimmed"])
@@ -56,7 +56,7 @@ def test_a_look_at_the_last_tokens_finds_what_the_whole_text_shows(kind, stop):
     if whole is not None:
         said = before_stop(ids[: whole + 1], stop, tokenizer.decode)
         text = tokenizer.decode(ids[: whole + 1])
-        assert said == text[: min(text.find(each) for each in stop if each in text)]
+        assert said == text[: min(text.find(end) for end in stop if end in text)]
 
 
 def test_few_tokens_are_looked_at():
@@ -226,7 +226,7 @@ def test_a_run_draws_up_to_a_text(tmp_path):
     config["rollout"]["dump"] = True
     run = run_task_here("rl_text", config)
     dump = read_dump(next((run / "rollouts").rglob("*rank0*")))
-    sequences = [each for sequence in dump.rollout.sequences for each in sequence]
+    sequences = [sequence for of_sample in dump.rollout.sequences for sequence in of_sample]
     assert any(sequence.finish_reason == "stop" for sequence in sequences)
     for sequence in sequences:
         text = decode(sequence.token_ids[sequence.drawn])
@@ -238,7 +238,7 @@ def test_answers_of_the_evaluation_end_at_a_text(tmp_path):
     config = tiny_text_config(tmp_path, data={"eval_path": None}, train={"max_steps": 1})
     config["eval"] = {"num_samples": 2, "max_new_tokens": 6, "stop": ["a"]}
     run = run_task_here("train_text", config)
-    records = [each for step in read_samples(run).values() for each in step]
+    records = [record for of_step in read_samples(run).values() for record in of_step]
     assert records and all("a" not in record["text"][:-1] for record in records)
 
 

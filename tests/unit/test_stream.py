@@ -467,10 +467,10 @@ def test_samples_that_are_lost_with_their_machine_are_drawn_again(
 
     def wait_and_lose(pending: Iterable[Any]) -> None:
         if next(waits) == lost_at:
-            for generation_round in stream.in_flight.rounds:
-                if generation_round.is_generated:
-                    lost.append(generation_round)
-                    for handle in generation_round.handles:
+            for round_ in stream.in_flight.rounds:
+                if round_.is_generated:
+                    lost.append(round_)
+                    for handle in round_.handles:
                         handle.is_lost, handle.value = True, None
             if and_its_process:
                 sampler.lose()
@@ -505,7 +505,7 @@ def test_a_sampler_that_is_lost_while_it_draws_lost_samples_again() -> None:
             sampler.lose()
         elif not lost:
             lost.extend(
-                handle for begun in stream.in_flight.rounds if begun.is_being_scored for handle in begun.handles
+                handle for round_ in stream.in_flight.rounds if round_.is_being_scored for handle in round_.handles
             )
             for handle in lost:
                 handle.is_lost, handle.value = True, None
@@ -530,7 +530,7 @@ def test_samples_on_their_way_are_bounded_by_the_memory_for_them() -> None:
     stream, sampler, driver, _ = queued(max_staleness=2, total_steps=3)
     sampler.size, driver.store_bytes = 100, 2200  # three of four values of 100 bytes in a round; an iteration is 600
     for step, _ in stream.steps():
-        begun = {sample_round.step for sample_round in stream.in_flight.rounds if sample_round.is_begun}
+        begun = {round_.step for round_ in stream.in_flight.rounds if round_.is_begun}
         assert begun <= {step + 1}, "two iterations and the next would not fit"
         stream.publish(version=step + 1)
 

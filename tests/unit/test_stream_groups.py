@@ -63,15 +63,17 @@ def test_more_groups_are_drawn_while_an_iteration_is_under_way(staleness: int, s
     stream.score = score_some_time
     result = drawn_by(stream)
     groups = [group for group in range(6) for _ in range(2)]
-    assert [(each[0], each[1]) for each in result] == [(step, groups) for step in range(3)]
-    assert [each[2] for each in result] == [[max(step - staleness, 0)] * 12 for step in range(3)]
+    assert [(drawn[0], drawn[1]) for drawn in result] == [(step, groups) for step in range(3)]
+    assert [drawn[2] for drawn in result] == [[max(step - staleness, 0)] * 12 for step in range(3)]
     assert [event for event in log.events if event.startswith("generate")] == [
         f"generate {10 * step + sample}" for step in range(3) for sample in range(0, 12, 2)
     ], "each group by itself, in order"
     # three of four are planned, so that one more is asked for at once; groups 1 and 4 teach nothing
     told = [(1, 3), (2, 4), (3, 5), (4, 5), (5, 5), (6, 6)]
-    assert [(each[0], len(each[1]), each[2]) for each in shown] == [(step, *each) for step in range(3) for each in told]
-    assert all(each[1] == list(range(len(each[1]))) for each in shown)
+    assert [(step, len(groups), number) for step, groups, number in shown] == [
+        (step, *numbers) for step in range(3) for numbers in told
+    ]
+    assert all(entry[1] == list(range(len(entry[1]))) for entry in shown)
 
 
 def test_groups_are_delivered_while_others_are_drawn() -> None:

@@ -341,7 +341,7 @@ def test_the_openai_client_as_it_is():
         stream = await client.chat.completions.create(model=model, messages=messages, stream=True)
         text = "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
         assert text == "two" and first.choices[0].message.content == "one"
-        assert [each.id async for each in client.models.list()] == ["policy"]
+        assert [entry.id async for entry in client.models.list()] == ["policy"]
         with pytest.raises(openai.BadRequestError, match="n 3 is not offered"):
             await client.chat.completions.create(model=model, messages=messages, n=3)
         completion = await client.completions.create(model=model, prompt="x", max_tokens=3)

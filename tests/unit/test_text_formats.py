@@ -122,7 +122,7 @@ def made(data_type, rows, folder, **data):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config = TextDataConfig(data_type=data_type, train_path=str(path), **data)
     transform = build_transform(config, build_byte_tokenizer())
-    return [each for index, row in enumerate(rows) for each in transform(row, f"row {index + 1}")]
+    return [sample for index, row in enumerate(rows) for sample in transform(row, f"row {index + 1}")]
 
 
 def text_of(tokens):
@@ -179,7 +179,7 @@ def test_answers_have_their_label_and_pairs_are_taken_apart(tmp_path):
         {"prompt": "Add.", "chosen": "3", "rejected": "4"},
     ]
     results = [sample.documents[0] for sample in made("unpaired", rows, tmp_path)]
-    answers = [(text_of(each.input_ids[each.loss_mask]), float(each.numbers[-1])) for each in results]
+    answers = [(text_of(document.input_ids[document.loss_mask]), float(document.numbers[-1])) for document in results]
     assert answers == [("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0), ("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0)]
     with pytest.raises(DataError, match="row 1: a label in column 'label' must be true, false"):
         made("unpaired", [{"prompt": "Add.", "completion": "3"}], tmp_path)

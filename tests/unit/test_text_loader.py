@@ -92,7 +92,7 @@ def test_ranks_and_micro_batches_share_the_same_samples(make, case, ranks, micro
     whole = take(make(**case))
     case = case | {"train": {**case.get("train", {}), "micro_batch_size": micro_batch}}
     many = [make(**case, rank=rank, ranks=ranks) for rank in range(ranks)]
-    assert {each.total_steps for each in many} == {len(whole)}
+    assert {loader.total_steps for loader in many} == {len(whole)}
     assert together(many) == whole
 
 
@@ -117,7 +117,7 @@ def test_every_sample_once_in_an_epoch_and_the_last_step_too(make):
         firsts = tokens_of(steps)
         for epoch in range(3):
             assert sorted(firsts[epoch * 61 : (epoch + 1) * 61]) == [1000 * index for index in range(61)]
-        ids = [each for _, samples, _, _ in steps for each, _ in samples]
+        ids = [sample_id for _, samples, _, _ in steps for sample_id, _ in samples]
         assert ids == list(range(3 * 61))
         assert loader.total_steps == len(steps)
         assert loader.state()["samples"] == 3 * 61 and loader.state()["tokens"] == 3 * TOKENS

@@ -26,7 +26,7 @@ def look_up(name: str) -> Any:
     for number, word in enumerate(name.split(".")):
         if number and field is not None:
             named = [*field.metadata, *get_args(field.annotation)]
-            variant = next((each for each in named if isinstance(each, Variant)), None)
+            variant = next((part for part in named if isinstance(part, Variant)), None)
             if variant is not None:
                 classes = find_variants(variant.source).values()
                 return any(word in {field.name for field in dataclasses.fields(cls)} for cls in classes)
@@ -41,7 +41,7 @@ def variants_of(name: str) -> dict[str, type]:
     section, last = TextRLConfig, name.split(".")[-1]
     for word in name.split(".")[:-1]:
         section = section.model_fields[word].annotation
-    results = [each for each in section.model_fields[last].metadata if isinstance(each, Variant)]
+    results = [part for part in section.model_fields[last].metadata if isinstance(part, Variant)]
     return find_variants(results[0].source) if results else {}
 
 
@@ -58,10 +58,10 @@ def test_types_and_values_exist() -> None:
     checked = 0
     for row in ROWS:
         for name, value in re.findall(r"`(algorithm\.\w+|rollout\.(?:kind|engine)|data\.data_type)` `(\w+)`", row[1]):
-            known = TEXT_RECIPES if name == "algorithm.recipe" else variants_of(name)
+            allowed = TEXT_RECIPES if name == "algorithm.recipe" else variants_of(name)
             if name == "algorithm.aggregation":
                 continue
-            assert value in known, (name, value)
+            assert value in allowed, (name, value)
             checked += 1
         for shown in re.findall(r"`(\{type: [^`]*\})`", "".join(row)):
             part = "reference" if "constant" in shown else "off_policy"

@@ -65,8 +65,8 @@ def test_texts_become_messages_and_other_columns_metadata(tmp_path):
 
 
 def test_a_system_prompt_stands_first_where_the_row_has_none(tmp_path):
-    own = [{"role": "system", "content": "own"}, {"role": "user", "content": "b"}]
-    prompts, _ = load(config_of(tmp_path, [{"prompt": "a"}, {"prompt": own}], system_prompt="Be brief."))
+    conversation = [{"role": "system", "content": "own"}, {"role": "user", "content": "b"}]
+    prompts, _ = load(config_of(tmp_path, [{"prompt": "a"}, {"prompt": conversation}], system_prompt="Be brief."))
     assert text_of(prompts[0]) == chatml(("system", "Be brief."), ("user", "a"))
     assert text_of(prompts[1]) == chatml(("system", "own"), ("user", "b"))
 

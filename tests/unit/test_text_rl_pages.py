@@ -58,10 +58,10 @@ def test_options_of_tables_exist_with_the_defaults_that_they_name() -> None:
             rf"^\| `({'|'.join(PARTS)})\.(\w+)`[^|]*\| ([^|]+) \|", text, re.MULTILINE
         ):
             defaults = [
-                each.default
+                option.default
                 for cls in find_variants(PARTS[part]).values()
-                for each in dataclasses.fields(cls)
-                if each.name == field
+                for option in dataclasses.fields(cls)
+                if option.name == field
             ]
             stated = yaml.safe_load(re.sub(r"[`]", "", default.split(",")[0]))
             stated = float(stated) if re.fullmatch(r"\d+e-\d+", str(stated)) else stated

@@ -58,10 +58,10 @@ def test_every_kind_gives_the_same_rows_at_random_and_in_another_process(tmp_pat
     path = write(tmp_path, name)
     rows = opened(path)
     again = pickle.loads(pickle.dumps(rows))
-    for each in (rows, again):
-        assert len(each) == len(ROWS)
-        assert [each[index] for index in (6, 0, 3, 2, 3)] == [ROWS[index] for index in (6, 0, 3, 2, 3)]
-        assert each.describe(3).startswith(f"{path}, ")
+    for text_rows in (rows, again):
+        assert len(text_rows) == len(ROWS)
+        assert [text_rows[index] for index in (6, 0, 3, 2, 3)] == [ROWS[index] for index in (6, 0, 3, 2, 3)]
+        assert text_rows.describe(3).startswith(f"{path}, ")
     assert again.fingerprint() == rows.fingerprint()
 
 

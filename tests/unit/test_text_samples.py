@@ -75,8 +75,8 @@ def test_the_first_column_of_the_row_is_taken():
     plain = transform("plaintext")
     assert text_of(plain({"content": "c", "text": "t"}, WHERE)[0].documents[0]) == "t<|endoftext|>"
     assert text_of(plain({"text": None, "content": "c"}, WHERE)[0].documents[0]) == "c<|endoftext|>"
-    own = transform("plaintext", text_keys=["body"])
-    assert text_of(own({"body": "b", "text": "t"}, WHERE)[0].documents[0]) == "b<|endoftext|>"
+    from_body = transform("plaintext", text_keys=["body"])
+    assert text_of(from_body({"body": "b", "text": "t"}, WHERE)[0].documents[0]) == "b<|endoftext|>"
 
 
 @pytest.mark.parametrize(

@@ -418,8 +418,8 @@ def test_inline_calls_go_on_in_the_same_answer():
     drawn, engine = draw(ToolUse(calls="inline"), script)
     (sequence,) = drawn.sequences
     assert drawn.text == "so x=calc(12*34)=408; and calculator(408+1)=409 is it"
-    given = sequence.token_ids[~sequence.drawn][len(engine.requests[0].prompt_ids) :]
-    assert TOKENIZER.decode(given) == "408409" and drawn.metadata == {"tool_calls": 2, "tool_errors": 0}
+    inserted = sequence.token_ids[~sequence.drawn][len(engine.requests[0].prompt_ids) :]
+    assert TOKENIZER.decode(inserted) == "408409" and drawn.metadata == {"tool_calls": 2, "tool_errors": 0}
     seeds = [request.seed for request in engine.requests]
     assert len(set(seeds)) == 3 and seeds[0] == seeds[1], "x= is no call, so that its turn goes on"
     assert [request.first_position for request in engine.requests] == [0, len("so x="), 0, 0]

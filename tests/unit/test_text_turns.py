@@ -91,10 +91,10 @@ def test_what_was_aborted_goes_on_as_if_it_had_not_been(model):
 
 def scripted(*completions):
     """An engine that gives these completions."""
-    left = list(completions)
+    remaining = list(completions)
 
     async def generate(request, sampling):
-        return left.pop(0)
+        return remaining.pop(0)
 
     return SimpleNamespace(generate=generate)
 

@@ -135,7 +135,7 @@ def test_each_format_has_a_store_of_its_own(folder: Path) -> None:
             values["chat_template"] = "chat.jinja"
         made.append(build(values, folder / "cache"))
         assert made[-1] == build(values, folder / "fresh" / str(len(made)))
-    assert len({repr(each) for each in made}) >= len(FORMATS) - 1, "lines and empty lines end other tokens"
+    assert len({repr(store) for store in made}) >= len(FORMATS) - 1, "lines and empty lines end other tokens"
 
 
 def test_settings_of_made_problems_have_stores_of_their_own(folder: Path) -> None:
@@ -143,7 +143,9 @@ def test_settings_of_made_problems_have_stores_of_their_own(folder: Path) -> Non
     base: dict[str, Any] = {"problem": "reverse", "num_rows": 12, "min_length": 2, "max_length": 4, "held_out": 0.1}
     for name, value in SYNTHETIC.items():
         first = base | ({"problem": "add"} if name == "calculator_calls" else {})
-        first, changed = ({"chat_template": "chat.jinja", "synthetic": each} for each in (first, first | {name: value}))
+        first, changed = (
+            {"chat_template": "chat.jinja", "synthetic": problem} for problem in (first, first | {name: value})
+        )
         assert check(first, changed, folder), name
 
 

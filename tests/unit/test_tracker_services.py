@@ -82,7 +82,7 @@ def test_wandb_offline_keeps_the_run_id(tmp_path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(data)
             if record.WhichOneof("record_type") == "history":
-                items = {each.key or each.nested_key[0]: each.value_json for each in record.history.item}
+                items = {item.key or item.nested_key[0]: item.value_json for item in record.history.item}
                 values |= {int(items["_step"]): float(items["loss"])} if "loss" in items else {}
                 assert "odd/nan" not in items
     assert values == {1: 1.0, 2: 0.5, 3: 1 / 3, 4: 0.25}
@@ -108,7 +108,7 @@ def test_mlflow_writes_a_database_below_the_run_folder(tmp_path):
     first, second = log_and_resume("mlflow", tmp_path)
     assert first == second
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path}/mlflow/mlflow.db")
-    assert [(each.step, each.value) for each in client.get_metric_history(first, "loss")] == [
+    assert [(metric.step, metric.value) for metric in client.get_metric_history(first, "loss")] == [
         (1, 1.0),
         (2, 0.5),
         (3, 1 / 3),

@@ -110,8 +110,8 @@ def test_the_empty_prompt_of_xl_is_zero_where_the_pipeline_says_so() -> None:
 
 
 def test_the_schedule_is_that_of_the_pipelines_scheduler(model: DiffusionModel) -> None:
-    kept = model.pipeline.scheduler.alphas_cumprod.double()
-    expected = (1 - kept).sqrt() / (kept.sqrt() + (1 - kept).sqrt())
+    alphas = model.pipeline.scheduler.alphas_cumprod.double()
+    expected = (1 - alphas).sqrt() / (alphas.sqrt() + (1 - alphas).sqrt())
     torch.testing.assert_close(model.sigmas(4, SHAPE)[:-1].double(), expected[[751, 501, 251, 1]], atol=1e-7, rtol=0)
     assert model.sigmas(4, SHAPE)[-1] == 0
     published = build(tiny_families.tiny_stable_diffusion() | {"scheduler": {}})
@@ -138,7 +138,7 @@ def test_the_step_of_ddpo_is_that_of_the_scheduler(model: DiffusionModel, eta: f
     latents, predicted = torch.randn(2, 2, *SHAPE, generator=generator)
     for index, timestep in enumerate(scheduler.timesteps[:-1]):
         sigma, sigma_next = sigmas[index].expand(2), sigmas[index + 1].expand(2)
-        norm, norm_next = (torch.sqrt((1 - each[0]) ** 2 + each[0] ** 2) for each in (sigma, sigma_next))
+        norm, norm_next = (torch.sqrt((1 - level[0]) ** 2 + level[0] ** 2) for level in (sigma, sigma_next))
         velocity = (predicted - latents * norm) / (1 - sigma[0])
         step = DDIM(eta).step(velocity, latents * norm, sigma, sigma_next, 1.0)
         mean, above = (
@@ -156,11 +156,13 @@ def test_the_step_of_ddpo_is_that_of_the_scheduler(model: DiffusionModel, eta: f
 
 
 def test_ddpo_samples_and_replays(model: DiffusionModel) -> None:
-    _, kept = sample(model, 6, dynamics=DDIM(), trained_steps=range(5))
+    _, trajectories = sample(model, 6, dynamics=DDIM(), trained_steps=range(5))
     with torch.no_grad():
-        replay = replay_trajectories(model, kept, model.encode_prompts(PROMPTS), DDIM(), 1.0)
-    assert replay.log_ratio(kept.means.flatten(0, 1), kept.next_latents.flatten(0, 1)).abs().max() < 1e-4
-    assert torch.isfinite(kept.log_probs).all()
+        replay = replay_trajectories(model, trajectories, model.encode_prompts(PROMPTS), DDIM(), 1.0)
+    assert (
+        replay.log_ratio(trajectories.means.flatten(0, 1), trajectories.next_latents.flatten(0, 1)).abs().max() < 1e-4
+    )
+    assert torch.isfinite(trajectories.log_probs).all()
 
 
 @pytest.mark.parametrize("kind", ["model", "v_model"])
@@ -193,9 +195,9 @@ def test_noise_levels_for_training_stay_inside_the_schedule(model: DiffusionMode
 
 
 def test_beyond_the_schedule_the_velocity_is_finite(model: DiffusionModel, v_model: DiffusionModel) -> None:
-    for each in (model, v_model):
+    for unet_model in (model, v_model):
         latents, sigma = torch.randn(2, *SHAPE), torch.tensor([1.0, 0.0])
-        assert torch.isfinite(each.predict_velocity(latents, sigma, each.encode_prompts(PROMPTS))).all()
+        assert torch.isfinite(unet_model.predict_velocity(latents, sigma, unet_model.encode_prompts(PROMPTS))).all()
 
 
 @pytest.mark.parametrize(

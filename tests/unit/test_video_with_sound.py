@@ -202,9 +202,9 @@ def test_a_video_starts_from_its_own_first_frame(tmp_path: Path, videos: Path) -
     model = build_diffusion_model(config)
     model.frames = FRAMES
     batch = OnlineEncoder(dataset_of(videos), model, BadRows(0, print)).batch(IndexBatch([0, 3], [5, 6]))
-    given = batch.conditioning.tensors["image_tokens"]
-    torch.testing.assert_close(given, batch.latents[:, :, :64], atol=1e-4, rtol=1e-4)
-    assert given.std() > 0.01
+    first_frame = batch.conditioning.tensors["image_tokens"]
+    torch.testing.assert_close(first_frame, batch.latents[:, :, :64], atol=1e-4, rtol=1e-4)
+    assert first_frame.std() > 0.01
 
 
 def test_two_sizes_with_equally_many_tokens_are_refused(model: VideoSoundFamily) -> None:

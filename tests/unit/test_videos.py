@@ -70,8 +70,8 @@ SLOW += [("qwen3_5", "documents"), ("qwen3_5_moe", "documents")]
 def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
     model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    given = [media_row(index) for index in range(5)]
-    samples = samples_of(transform, given)
+    data_rows = [media_row(index) for index in range(5)]
+    samples = samples_of(transform, data_rows)
     batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
     assert len(batch.media) == 5 and "pixel_values_videos" in batch.media[1]
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
@@ -80,7 +80,7 @@ def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, ki
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
     expected = torch.zeros(())
-    for row, sample, log_probs in zip(given, samples, actual, strict=True):
+    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
         inputs, document = inputs_of(model, row), sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
         logits = plain(**{name: inputs[name] for name in inputs if name != "video_metadata"}, use_cache=False).logits[0]
@@ -101,8 +101,8 @@ def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(tmp_pat
     model, transform = build(tmp_path)
     model.set_row_layout("sdpa", RowLayout(rows))
     kinds = {"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"}
-    given = [image_row(number) for number in numbers]
-    samples = samples_of(transform, given)
+    data_rows = [image_row(number) for number in numbers]
+    samples = samples_of(transform, data_rows)
     batch = make_batch(samples, list(numbers), [0] * len(numbers), True, 0, 2, model.vision)
     assert kinds <= {name for tensors in batch.media for name in tensors}
     calls = []

@@ -80,8 +80,8 @@ QUICK = (("qwen3_vl", "packed"), ("gemma3", "documents"))
 def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 1024 if kind in ("gemma4", "smolvlm") else 512})
     model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    given = [image_row(index) for index in range(5)]
-    samples = samples_of(transform, given)
+    data_rows = [image_row(index) for index in range(5)]
+    samples = samples_of(transform, data_rows)
     batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
     plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
     set_attention(plain, "eager")
@@ -89,7 +89,7 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
     total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
     expected = 0.0
     actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
-    for row, sample, log_probs in zip(given, samples, actual, strict=True):
+    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
         inputs = inputs_of(model, row)
         document = sample.documents[0]
         assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
@@ -356,9 +356,9 @@ def test_text_and_sight_meet_their_models(tmp_path):
     with pytest.raises(ConfigError, match="model_type"):
         build_language_model(config.model, config.train)
     blind = str(write_config(tiny_language_description(), tmp_path / "blind.yaml"))
-    given = config.model.model_copy(update={"config_path": blind})
+    blind_model = config.model.model_copy(update={"config_path": blind})
     with pytest.raises(ConfigError, match="model_type"):
-        build_language_model(given, config.train, data_type=config.data.data_type)
+        build_language_model(blind_model, config.train, data_type=config.data.data_type)
 
 
 def test_encoders_work_is_shared_out_with_the_rest():

@@ -112,7 +112,7 @@ class Built:
         noise = keyed_normal(self.shape, 11, "latent", 0, [0, 1])
         results = []
         for index, prompt in enumerate(PROMPTS):
-            embeds = [self.model.embed_prompts([each])["prompt_embeds"] for each in (prompt, "")]
+            embeds = [self.model.embed_prompts([text])["prompt_embeds"] for text in (prompt, "")]
             videos = pipeline(
                 prompt_embeds=embeds[0],
                 negative_prompt_embeds=embeds[1] if scale > 1 else None,
@@ -165,8 +165,8 @@ def test_videos_equal_those_of_the_pipeline(built: Built) -> None:
 
 def test_a_first_frame_with_a_timestep_of_its_own_stays_as_it_was_given(tmp_path: Path) -> None:
     built = Built("wan_image_small", tmp_path)
-    given = built.conditioning(built.model).tensors["image_latents"]
-    torch.testing.assert_close(built.latents(1.0)[:, :, :1], given, atol=1e-5, rtol=1e-5)
+    first_latents = built.conditioning(built.model).tensors["image_latents"]
+    torch.testing.assert_close(built.latents(1.0)[:, :, :1], first_latents, atol=1e-5, rtol=1e-5)
 
 
 def test_a_last_frame_matters_and_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
@@ -201,7 +201,7 @@ def test_videos_to_latents_and_back(built: Built) -> None:
     config, vae = built.model.pipeline.vae.config, built.model.pipeline.vae
     with torch.no_grad():
         raw = vae.encode(pixels.float() / 127.5 - 1).latent_dist.mode()
-    mean, std = (torch.tensor(each).view(1, -1, 1, 1, 1) for each in (config.latents_mean, config.latents_std))
+    mean, std = (torch.tensor(numbers).view(1, -1, 1, 1, 1) for numbers in (config.latents_mean, config.latents_std))
     torch.testing.assert_close(latents, (raw - mean) / std)
     first = built.model.encode_pixels(pixels[:, :, 0])
     torch.testing.assert_close(first, latents[:, :, :1], msg="a first frame knows nothing of later ones")
@@ -245,12 +245,12 @@ def test_each_row_goes_to_the_transformer_of_its_noise_level(pair: Built) -> Non
     mixed = pair.velocity(model)
     latents, tensors = keyed_normal(pair.shape, 7, "latent", 0, range(2)), pair.conditioning(model).tensors
     for index, (module, sigma) in enumerate([(both.transformer, 0.95), (both.transformer_2, 0.3)]):
-        own = {
+        inputs = {
             "hidden_states": latents[index : index + 1],
             "encoder_hidden_states": tensors["prompt_embeds"][index : index + 1],
         }
         with torch.no_grad():
-            expected = module(**own, timestep=torch.tensor([sigma * 1000]), return_dict=False)[0]
+            expected = module(**inputs, timestep=torch.tensor([sigma * 1000]), return_dict=False)[0]
         torch.testing.assert_close(mixed[index : index + 1], expected, atol=1e-5, rtol=1e-4)
     calls: list[str] = []
     hooks = [

@@ -79,8 +79,8 @@ def grid(shape: tuple[int, ...], cuts: tuple[int, ...]) -> list[Chunk]:
         along.append([(start, stop - start) for start, stop in itertools.pairwise(starts)])
     results = []
     for spans in itertools.product(*along):
-        sizes = tuple(each for _, each in spans)
-        results.append(Chunk(tuple(each for each, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
+        sizes = tuple(size for _, size in spans)
+        results.append(Chunk(tuple(start for start, _ in spans), sizes, slices((0,) * len(sizes), sizes)))
     return results
 
 
@@ -338,8 +338,10 @@ def test_versions_come_in_the_same_memory(transport, tmp_path):
         change(actor, 0.5)
         sync.transfer(version)
         places.append({name: tensor.data_ptr() for name, tensor in sampler.sync.receiver.staged.items()})
-        own = {parameter.data_ptr() for peer in (actor, sampler) for parameter in peer.received_module.parameters()}
-        assert not own & set(places[-1].values())
+        addresses = {
+            parameter.data_ptr() for peer in (actor, sampler) for parameter in peer.received_module.parameters()
+        }
+        assert not addresses & set(places[-1].values())
         sync.apply(version).result()
         assert equal(actor, sampler)
     assert places[0] == places[1] and len(places[0]) == 4
@@ -733,7 +735,7 @@ def test_tensors_see_the_dtype_that_the_sampler_has():
 def test_what_the_driver_is_told_is_equally_long_whatever_the_checksums():
     small, large = Sent(3, {"a": 0, "b": 5}), Sent(3, {"a": MODULUS - 1, "b": 1 << 63})
     assert len(pickle.dumps(small)) == len(pickle.dumps(large))
-    assert [pickle.loads(pickle.dumps(each)) for each in (small, large)] == [small, large]
+    assert [pickle.loads(pickle.dumps(sent)) for sent in (small, large)] == [small, large]
 
 
 class Lost:

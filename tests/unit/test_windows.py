@@ -35,7 +35,7 @@ def test_a_resumed_run_sees_the_windows_that_follow(window: object) -> None:
 @pytest.mark.parametrize("window", [ALL[1], ALL[4], ALL[7]], ids=repr)
 def test_random_windows_reach_every_place_and_depend_on_the_seed(window: object) -> None:
     drawn = [tuple(window.steps(8, 0, iteration)) for iteration in range(400)]
-    assert {step for each in drawn for step in each} == set(range(5 if isinstance(window, RandomWindow) else 7))
+    assert {step for steps in drawn for step in steps} == set(range(5 if isinstance(window, RandomWindow) else 7))
     assert drawn != [tuple(window.steps(8, 1, iteration)) for iteration in range(400)]
 
 

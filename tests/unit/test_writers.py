@@ -98,8 +98,12 @@ def writes(call: ast.Call) -> bool:
         return True
     if name not in ("open", "fdopen"):
         return False
-    given = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
-    modes = [each.value for each in given if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+    arguments = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    modes = [
+        argument.value
+        for argument in arguments
+        if isinstance(argument, ast.Constant) and isinstance(argument.value, str)
+    ]
     return any(set(mode) <= set("rwxab+t") and set(mode) & set("wxa+") for mode in modes)
 
 
