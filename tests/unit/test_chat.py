@@ -334,6 +334,11 @@ def test_a_template_that_begins_an_answer_in_another_way_than_at_inference_is_re
         DataError, match=r"^row: message 2 \(assistant\): the chat template does not begin .*generation"
     ):
         template.encode([user("q"), assistant("a")], "row")
+    switched = CHATML.replace("assistant\n' }}", "assistant\n' + ('' if enable_thinking else '<none>') }}")
+    with pytest.raises(
+        DataError, match=r"apart; give enable_thinking another value in data\.chat_template_options, or"
+    ):
+        template_of(tmp_path, switched).encode([user("q"), assistant("a")], "row")
 
 
 TOOL = {"type": "function", "function": {"name": "add_up", "parameters": {}}}

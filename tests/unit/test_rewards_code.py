@@ -145,7 +145,7 @@ def test_tests_that_cannot_be_put_give_no_value(reward):
     tests = ["assert apply(lambda x: x + 1, 1) == 2"]
     scores = Scorer([reward]).score([sample("def apply(f, x): return f(x)", tests)])
     assert math.isnan(scores.total[0]) and "cannot be sent" in next(iter(scores.failed))
-    scores = Scorer([reward]).score([sample(ADD, ASSERTIONS, setup="import no_such_module")])
+    scores = Scorer([reward]).score([sample(ADD, ASSERTIONS, setup="1 / 0")])
     assert math.isnan(scores.total[0]) and "setup" in next(iter(scores.failed))
 
 
@@ -214,6 +214,12 @@ CALLED = "def test_add():\n    assert add(1, 2) == 3\n"
 def test_tests_that_say_nothing_of_an_answer_are_refused(tests, reason):
     with pytest.raises(DataError, match=reason):
         CodeReward().check_row("Write it.", {"tests": tests})
+
+
+@pytest.mark.parametrize("tests", ["assert add(1, 2) == 3", [{"input": "1", "output": "2"}]])
+def test_a_setup_that_imports_what_is_not_there_is_refused(tests):
+    with pytest.raises(DataError, match=r"imports 'numpy\.linalg', which the sandbox does not have"):
+        CodeReward().check_row("Write it.", {"tests": tests, "setup": "import math\nimport numpy.linalg"})
 
 
 @pytest.mark.parametrize(

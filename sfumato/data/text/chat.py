@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ROLES = ("system", "user", "assistant", "tool", "developer")
+OTHER_THINKING = "give enable_thinking another value in data.chat_template_options, or "
 OWN = "the tokenizer's own"
 """What error messages call the template that comes with the tokenizer."""
 
@@ -386,6 +387,7 @@ class _Chat:
                     + (", where the prompt opens <think>, which is not shown here" if opens else "")
                     + ", so that its tokens cannot be told apart; "
                     + ("give the answer thoughts (reasoning_content), or " if opens else "")
+                    + (OTHER_THINKING if "enable_thinking" in self.template else "")
                     + "mark them with {% generation %} blocks in a template of your own (data.chat_template)",
                 )
         spans = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import re
 import sys
@@ -61,6 +62,10 @@ def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTe
             value = json.loads(value)
         except ValueError as error:
             raise DataError(f"{where}: the tests are no JSON: {error}") from error
+    before: list[ast.stmt] = []
+    with contextlib.suppress(SyntaxError, ValueError):  # an answer may complete a setup that is no Python by itself
+        before = ast.parse(setup).body
+    _refuse_missing_modules(before, where)
     _refuse_calls(value if isinstance(value, list) else [value], where)
     if isinstance(value, Mapping) and {"inputs", "outputs"} <= set(value):
         inputs, outputs = value["inputs"], value["outputs"]
@@ -76,6 +81,7 @@ def read_tests(metadata: Mapping[str, object], value: Any, where: str) -> CodeTe
         raise DataError(f"{where}: tests must be all code, or all pairs of input and output")
     _parse(setup, where)
     statements = [statement for source in value for statement in _parse(source, where)]
+    _refuse_missing_modules(statements, where)
     _refuse_idle(statements, entry_point, where)
     return CodeTests(assertions=tuple(value), setup=setup, entry_point=entry_point)
 
@@ -100,17 +106,8 @@ def _read_pair(pair: Mapping[str, object], where: str) -> tuple[str, str]:
     return stdin, stdout
 
 
-def _refuse_idle(statements: Sequence[ast.stmt], entry_point: str, where: str) -> None:
-    """Raises DataError for code that every answer would pass, since nothing of it runs, or none, since it cannot.
-
-    Args:
-        statements: of all pieces of code.
-        entry_point: the function that ``check`` is called with; empty where nothing calls it.
-        where: reward, column and prompt, for messages.
-    """
-    defined = [node for node in statements if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
-    if any(node.name == "check" for node in defined) and not entry_point:
-        raise DataError(f"{where}: tests that define check(candidate) need a column entry_point with the function")
+def _refuse_missing_modules(statements: Sequence[ast.stmt], where: str) -> None:
+    """Raises DataError for code that imports what the sandbox does not have, with which no answer passes."""
     for node in statements:
         modules = [name.name for name in node.names] if isinstance(node, ast.Import) else []
         modules += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
@@ -120,6 +117,19 @@ def _refuse_idle(statements: Sequence[ast.stmt], entry_point: str, where: str) -
                     f"{where}: its code imports {module!r}, which the sandbox does not have: leave the import out "
                     "(names of the answer need none), or write the test without it"
                 )
+
+
+def _refuse_idle(statements: Sequence[ast.stmt], entry_point: str, where: str) -> None:
+    """Raises DataError for code that every answer would pass, since nothing of it runs.
+
+    Args:
+        statements: of all pieces of code.
+        entry_point: the function that ``check`` is called with; empty where nothing calls it.
+        where: reward, column and prompt, for messages.
+    """
+    defined = [node for node in statements if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    if any(node.name == "check" for node in defined) and not entry_point:
+        raise DataError(f"{where}: tests that define check(candidate) need a column entry_point with the function")
     read = [node for node in statements if not _is_main_guard(node)]
     named = {inner.id for node in read for inner in ast.walk(node) if isinstance(inner, ast.Name)}
     for node in defined:

@@ -82,9 +82,11 @@ class ToolUse(RolloutKind):
         try:
             question = template.render(messages[:1], "a call of a tool", self.tools(), prompt=False)
             whole = template.render(messages, "a call of a tool", self.tools(), prompt=False)
-        except DataError:  # the template shows no calls, and so says nothing of their form
-            return
-        answer = whole.removeprefix(question)
+        except DataError as error:
+            raise ConfigError(
+                f"rollout.kind.calls hermes needs a chat template that shows calls of tools: {error}"
+            ) from error
+        answer = whole.removeprefix(question) if whole.startswith(question) else ""
         if name in answer and name not in [read.name for read in hermes_calls(answer)]:
             raise ConfigError(
                 "rollout.kind.calls hermes reads <tool_call> with JSON, but the chat template writes a call as "
