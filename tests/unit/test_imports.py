@@ -224,7 +224,7 @@ MOST_LINES = {
     "train_autoencoder": 21_500,
     "train_dit": 24_550,
     "train_dit_dpo": 25_800,
-    "train_image_tokenizer": 27_000,
+    "train_image_tokenizer": 27_050,
     "train_omni": 37_150,
     "train_text": 27_650,
     "train_text_dpo": 27_600,
