@@ -20,7 +20,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.direct_rl import DirectRLConfig
 from sfumato.data.images.identity import identify_prompts
-from sfumato.data.images.prompts import Prompt, check_prompts, load_prompts
+from sfumato.data.images.prompts import Prompt, check_prompts, describe_shared_prompts, load_prompts
 from sfumato.data.prompt_loader import PromptLoader
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
@@ -54,6 +54,8 @@ def main(config: DirectRLConfig) -> None:
         train_prompts = load_prompts(config.data, "train")
         eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
         check_prompts(train_prompts + eval_prompts, [reward.check_row for reward in config.reward.rewards])
+        for line in describe_shared_prompts(train_prompts, eval_prompts):
+            run.say(line)
         identity = identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
         builders = {
             "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),

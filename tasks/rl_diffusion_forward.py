@@ -23,7 +23,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import ForwardRLConfig
 from sfumato.data.images.identity import identify_prompts
-from sfumato.data.images.prompts import Prompt, check_prompts, load_prompts
+from sfumato.data.images.prompts import Prompt, check_prompts, describe_shared_prompts, load_prompts
 from sfumato.data.prompt_loader import PromptLoader
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
@@ -59,6 +59,8 @@ def main(config: ForwardRLConfig) -> None:
         train_prompts = load_prompts(config.data, "train")
         eval_prompts = load_prompts(config.data, "eval", config.eval.num_prompts)
         check_prompts(train_prompts + eval_prompts, [reward.check_row for reward in config.reward.rewards])
+        for line in describe_shared_prompts(train_prompts, eval_prompts):
+            run.say(line)
         identity = identify_prompts(config, train_prompts, eval_prompts)  # refuses a resume with others
         builders = {  # which get the prompts, wherever they run: no role opens the files again
             "actor": partial(build_actor, prompts=train_prompts, eval_prompts=eval_prompts, identity=identity),

@@ -198,7 +198,9 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     try:
         made_folders = make_with_parents(folder)
     except OSError as error:
-        raise FolderError(f"train.output_dir {folder} cannot be made: {error.strerror}") from error
+        links = [path for path in (folder, *folder.parents) if os.path.islink(path) and not os.path.exists(path)]
+        reason = f"{links[0]} is a link to {os.readlink(links[0])}, which is not there" if links else error.strerror
+        raise FolderError(f"train.output_dir {folder} cannot be made: {reason}") from error
     owner = Owner(
         host=socket.gethostname(),
         pid=os.getpid(),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import time
 
 import datasets
 import pyarrow
@@ -198,3 +199,15 @@ def test_no_room_for_the_copy_of_a_parquet_file_is_no_broken_file(tmp_path, monk
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(pyarrow.RecordBatchStreamWriter, "write_table", write, raising=True)
     assert "No space left on device: make room" in refusal(tmp_path / "a.parquet")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.txt"])
+def test_a_file_that_was_replaced_under_its_size_and_time_is_another_one(tmp_path, name):
+    # stored tokens are found by the fingerprint, and would be those of the old file
+    fingerprints = set()
+    for word in ("red", "sky"):
+        path = write(tmp_path, name, f'{{"prompt": "{word}"}}\n' if name == "a.jsonl" else f"prompt\n{word}\n")
+        os.utime(path, (1_700_000_000, 1_700_000_000))
+        fingerprints.add(opened(path).fingerprint())
+        time.sleep(0.02)  # a step of the file system's clock
+    assert len(fingerprints) == 2

@@ -294,3 +294,10 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path: Path, kind: str) -> 
     folder = {"file": tmp_path / "file", "too long": tmp_path / ("x" * 300)}[kind]
     with pytest.raises(FolderError, match=r"^train\.output_dir .* cannot be made: [^\n]*$"):
         lock_folder(folder, print)
+
+
+@pytest.mark.parametrize("inside", ["", "run"])
+def test_a_link_whose_disk_is_not_there_is_named(tmp_path: Path, inside: str) -> None:
+    (tmp_path / "runs").symlink_to("/nowhere/scratch")
+    with pytest.raises(FolderError, match="runs is a link to /nowhere/scratch, which is not there"):
+        lock_folder(tmp_path / "runs" / inside, print)

@@ -401,3 +401,17 @@ def test_repeats_of_kohyas_folders_are_said_to_have_no_effect(
         (tmp_path / name / "a.txt").write_text("a")
     assert len(opened(tmp_path, said := [])) == len(names)
     assert ["10_dog" in line and "once in an epoch" in line for line in said] == [True] * is_said
+
+
+def test_several_folders_of_pictures_are_refused_with_the_remedy_which_works(tmp_path: Path) -> None:
+    for name in ("cats", "dogs"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.png").write_bytes(content())
+        (tmp_path / name / "a.txt").write_text(name)
+    with pytest.raises(DataError, match="put them, or links to them, into a folder, and name that"):
+        opened(Path(f"{tmp_path}/cats, {tmp_path}/dogs"), [])
+    (tmp_path / "all").mkdir()
+    for name in ("cats", "dogs"):
+        (tmp_path / "all" / name).symlink_to(tmp_path / name)
+    dataset = opened(tmp_path / "all", [])
+    assert [dataset.caption(index) for index in range(len(dataset))] == ["cats", "dogs"]

@@ -6,7 +6,7 @@ import pytest
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.images.prompts import Prompt, check_prompts, load_prompts
+from sfumato.data.images.prompts import FileSource, Prompt, check_prompts, describe_shared_prompts, load_prompts
 from sfumato.data.prompt_loader import PromptLoader
 from sfumato.data.synthetic.glyphs import is_held_out
 from sfumato.errors import DataError
@@ -114,3 +114,15 @@ def test_glyph_prompts_are_training_words_and_held_out_words():
     assert len({prompt.text for prompt in train + held_out}) == len(train) + 20
     assert all(prompt.text == f'write "{prompt.metadata["target"]}"' for prompt in train + held_out)
     check_prompts(train + held_out, [OcrReward().check_row])
+
+
+def test_prompts_of_the_evaluation_that_are_trained_on_are_said():
+    def prompt(text, where, source=None):
+        return Prompt(text, {}, where, source)
+
+    trained = [prompt("a cat", "t 1"), prompt("a dog", "t 2"), prompt("a cat", "t 3")]
+    [line] = describe_shared_prompts(trained, [prompt("a fox", "e 1"), prompt("a cat", "e 2")])
+    assert "1 of the 2 evaluation rows are among the training rows (e 2 is t 1)" in line
+    assert describe_shared_prompts(trained, [prompt("A cat", "e 1")]) == []
+    image = FileSource([{}], 0, "source_image", 1)  # the same words for another picture
+    assert describe_shared_prompts([prompt("make it blue", "t 1", image)], [prompt("make it blue", "e 1", image)]) == []

@@ -82,7 +82,7 @@ def test_colours_of_hdr_and_wider_ranges_are_refused(primaries: int, transfer: i
 
 @pytest.mark.parametrize("settings", [{"colorspace": 8}, {"colorspace": 14}, {"color_trc": 9}])
 def test_colours_that_are_not_converted_are_refused(settings: dict[str, int], tmp_path: Path) -> None:
-    # of YCgCo, ICtCp and logarithmic transfers OpenCV 5 gives memory that nobody has written to, without an error
+    # of YCgCo, ICtCp and logarithmic transfers OpenCV gives memory that nobody has written to, without an error
     path = write_shades(tmp_path / "a.mkv", range(0, 200, 40), **settings)
     with pytest.raises(DataError, match="are of HDR or of a wider range than sRGB"):
         read_frames(path, 2, "row 1")

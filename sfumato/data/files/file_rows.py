@@ -62,6 +62,9 @@ def no_column(key: str, columns: Iterable[str], where: str) -> DataError:
 
 
 def file_fingerprint(paths: list[Path]) -> str:
-    """Files with their sizes and times, one a line; those that do not exist are left out."""
+    """Files with their sizes and times, one a line; those that do not exist are left out.
+
+    ctime tells a file from one that replaced it with the same size and mtime (``rsync -t``).
+    """
     stats = [(path.resolve(), path.stat()) for path in paths if path.is_file()]
-    return "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns}" for path, stat in stats)
+    return "\n".join(f"{path} {stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for path, stat in stats)

@@ -100,8 +100,20 @@ class ImageTextDataset:
             elif len(self.rows) == 0:
                 raise DataError(f"data.train_path: {path} holds no {self._kind} ({', '.join(sorted(self._endings))})")
         else:
+            self._refuse_several_folders(str(config.train_path))
             tables = listed if path.is_dir() else [path]
             self.rows = join_rows([open_rows(table, config.text_key, "data.train_path") for table in tables])
+
+    def _refuse_several_folders(self, paths: str) -> None:
+        """Raises DataError for folders of images with commas between, whose captions would be read as tables."""
+        folders = [part.strip() for part in paths.split(",") if Path(part.strip()).is_dir()]
+        if len(folders) < 2 or Path(paths).exists():
+            return
+        if any(file.suffix.lower() in self._endings for folder in folders for file in visible_files(Path(folder))):
+            raise DataError(
+                f"data.train_path {paths}: one folder of {self._kind} is read, and not several: put them, or links to "
+                "them, into a folder, and name that"
+            )
 
     @property
     def _key(self) -> str:

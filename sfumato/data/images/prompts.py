@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sfumato.config.sections import GlyphConfig
+from sfumato.data.files.folders import shared_line
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.images.source_images import (
@@ -141,6 +142,23 @@ def load_prompts(config: PromptDataConfig, split: str, limit: int | None = None)
 
 def _glyph_prompt(word: str, config: GlyphConfig) -> Prompt:
     return Prompt(caption_of(word, config), {"target": word}, f"glyph word {word!r}", GlyphSource(word, config))
+
+
+def describe_shared_prompts(prompts: Sequence[Prompt], eval_prompts: Sequence[Prompt]) -> list[str]:
+    """A line about evaluation prompts that are training prompts, too; none if there are none.
+
+    Prompts with source images are not compared, since the same words may stand for edits of other images.
+    """
+    trained: dict[str, str] = {}
+    for prompt in prompts:
+        if not isinstance(prompt.source, FileSource):
+            trained.setdefault(prompt.text, prompt.where)
+    shared = [
+        (prompt.where, trained[prompt.text])
+        for prompt in eval_prompts
+        if prompt.text in trained and not isinstance(prompt.source, FileSource)
+    ]
+    return shared_line(shared, len(eval_prompts))
 
 
 def check_source_counts(prompts: Sequence[Prompt], problem_of: Callable[[int], str]) -> None:

@@ -147,7 +147,7 @@ def _examine(source: File, where: str, most_frames: int) -> VideoHead:
             f"{head.matrix} of H.273) are of HDR or of a wider range than sRGB: convert it to BT.709 (ffmpeg's filters "
             "zscale and tonemap)"
         )
-    if head.is_interlaced:  # OpenCV 5 gives memory that nobody has written to
+    if head.is_interlaced:  # OpenCV gives black frames, or memory that nobody has written to
         raise DataError(
             f"{where}: video ({shown}) is interlaced, with lines of two moments in each frame: make frames of them "
             "(ffmpeg -vf bwdif)"
