@@ -26,8 +26,11 @@ class CriticConfig(Section):
     """Peak learning rate; everything else of the optimiser and of its schedule is as in train."""
 
     def of_policy(self, policy: LanguageModelConfig) -> LanguageModelConfig:
-        """The critic's model section: the policy's with what the critic has of its own."""
-        changes: dict[str, object] = {"lora": self.lora}
+        """The critic's model section: the policy's with what the critic has of its own.
+
+        ``model.freeze`` is about the policy.
+        """
+        changes: dict[str, object] = {"lora": self.lora, "freeze": []}
         if self.model_path is not None:
             tokenizer = policy.tokenizer_path or policy.model_path
             changes |= {"model_path": self.model_path, "config_path": None, "tokenizer_path": tokenizer}

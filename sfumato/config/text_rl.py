@@ -338,6 +338,11 @@ class TextRLConfig(RecipeRLConfig):
                 "rollout.rollout_only learns nothing, so there is nothing to go on from: give the weights as "
                 "model.model_path, and leave train.load_checkpoint_path out"
             )
+        if self.train.expert_bias_rate and not self.rollout.hybrid_engine:
+            raise ValueError(
+                "train.expert_bias_rate moves biases of routers, which a sampler with weights of its own "
+                "(rollout.hybrid_engine false) is not sent, so that it would choose other experts: set it to 0"
+            )
         if self.data.data_type.has_images:
             self._take_images()
         if self.train.pipeline_parallel_size > 1:

@@ -7,10 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from sfumato.config.sections import LoraConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.text.format import Document, TextSample
 from sfumato.data.text.packing import make_batch
+from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_model import RowLayout
@@ -24,9 +26,10 @@ def described(tmp_path):
     return str(write_config(tiny_language_description("qwen3_moe"), tmp_path / "moe.yaml"))
 
 
-def build(described: str, **train: object) -> LanguageModel:
+def build(described: str, lora: LoraConfig | None = None, **train: object) -> LanguageModel:
     settings = TextTrainConfig(output_dir="unused", expert_bias_rate=0.1, **train)
-    model = build_language_model(LanguageModelConfig(config_path=described, tokenizer_path="bytes"), settings)
+    config = LanguageModelConfig(config_path=described, tokenizer_path="bytes", lora=lora)
+    model = build_language_model(config, settings)
     model.parallelize(Mesh(Layout(), torch.device("cpu")), settings)
     return model
 
@@ -61,3 +64,8 @@ def test_placeholders_are_no_load(described):
     model = build(described)
     assert loads(model, replace(make_micro_batch(), is_placeholder=True)) == [[0] * 4] * 2
     assert loads(model, make_micro_batch()) == loads(build(described), make_micro_batch())
+
+
+def test_adapters_go_without_biases_which_their_files_do_not_hold(described):
+    with pytest.raises(ConfigError, match=r"train\.expert_bias_rate .*model\.lora.*set it to 0, or train all weights"):
+        build(described, LoraConfig(rank=2))

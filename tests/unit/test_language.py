@@ -135,6 +135,13 @@ def test_meta_gives_the_weights_of_the_cpu(tmp_path):
         assert torch.equal(weight, other.module.state_dict()[name]), name
 
 
+def test_a_reference_beside_a_model_with_frozen_weights_is_all_frozen(tmp_path):
+    config = LanguageModelConfig(**describe(tmp_path), freeze=["embed_tokens"])
+    train = load_config(TextTrainConfig, overrides={"output_dir": "unused", "num_threads": 1})
+    assert not trainable_parameters(build_language_model(config, train, frozen=True).module)
+    assert "model.embed_tokens.weight" not in trainable_parameters(build_language_model(config, train).module)
+
+
 def saved(tmp_path, **changes):
     folder = tmp_path / "model"
     build(describe(tmp_path, **changes)).module.save_pretrained(folder)

@@ -155,6 +155,12 @@ CASES: list[tuple[Any, dict[str, Any], str, list[dict[str, Any]]]] = [
     ),
     (
         X,
+        {"train.expert_bias_rate": 0.001, "rollout.hybrid_engine": False},
+        "would choose other experts: set it to 0",
+        [{"train.expert_bias_rate": 0.0, "rollout.hybrid_engine": False}, {"train.expert_bias_rate": 0.001}],
+    ),
+    (
+        X,
         {"rollout.partial_rollout": True},
         "set that above num_prompts",
         [{"rollout.partial_rollout": True, "rollout.over_sampling_batch_size": 64}],

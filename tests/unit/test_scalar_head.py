@@ -7,6 +7,7 @@ import torch
 import yaml
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from sfumato.config.critic import CriticConfig
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
@@ -139,6 +140,21 @@ def test_a_head_is_trained_beside_adapters_and_exported_with_them(tmp_path):
     batches = [batch(samples())]
     merged = build({"model_path": str(exported(model, tmp_path / "merged"))})
     torch.testing.assert_close(merged.values(batches), model.values(batches), rtol=1e-4, atol=1e-5)
+
+
+def test_frozen_weights_stay_and_the_probe_knows_of_them(tmp_path):
+    model = build(describe(tmp_path) | {"freeze": ["embed_tokens", "q_proj"]})
+    trained = trainable_parameters(model.trained)
+    assert trained and not any("embed_tokens" in name or "q_proj" in name for name in trained)
+    assert "score.weight" in trained
+    probe(model, LanguageModelConfig(**describe(tmp_path)), train_config(), 32, lambda line: None)
+    with pytest.raises(ConfigError, match="'vizual' takes no trained weight"):
+        build(describe(tmp_path) | {"freeze": ["vizual"]})
+
+
+def test_a_critic_is_trained_whole_beside_a_policy_with_frozen_weights(tmp_path):
+    policy = LanguageModelConfig(**describe(tmp_path), freeze=["lm_head"])
+    assert CriticConfig().of_policy(policy).freeze == []
 
 
 def test_the_probe_finds_values_that_are_not_those_of_documents_alone(tmp_path):

@@ -210,6 +210,12 @@ class PackedModel(ABC, Generic[Output]):
         move_to_devices(self.module, mesh, config)
         self.module.train()
         if config.expert_bias_rate > 0:
+            if self._adapters():
+                raise ConfigError(
+                    "train.expert_bias_rate moves biases of routers, which files of adapters do not hold, and under "
+                    "model.lora the model without adapters would no longer be the one that the run began with: set it "
+                    "to 0, or train all weights"
+                )
             from sfumato.parallel.balance import ExpertBalancer
 
             self.balancer = ExpertBalancer(self.module, mesh, config.expert_bias_rate)

@@ -28,6 +28,7 @@ from sfumato.models.language.parts import (
     build_module,
     build_tokenizer,
     check_vocabulary,
+    freeze,
     read_model_config,
     source_of,
     where_described,
@@ -228,6 +229,7 @@ def build_scalar_model(
     if is_new and config.model_path is not None:
         _expect_no_head(module, head, train.seed)
     check_vocabulary(module, tokenizer)
+    frozen_names = freeze(module, config.freeze)
     if config.lora is not None:
         from sfumato.models.lora import add_lora, language_targets
 
@@ -235,7 +237,9 @@ def build_scalar_model(
         add_lora(module, config.lora, language_targets(module), train.seed)
         # the head is trained in full beside the adapters, in float32 like these
         getattr(module, HEAD).float().requires_grad_(True)
-    return ScalarModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config))
+    model = ScalarModel(module, tokenizer, DTYPES[train.mixed_precision], make, source_of(config))
+    model.frozen_names = frozen_names
+    return model
 
 
 def find_scored_tokens(batch: TokenBatch, pad_token_id: int) -> Tensor:
