@@ -290,11 +290,7 @@ def refuse_misread(module: nn.Module, files: Path, is_whole: bool) -> None:
     """
     with open_weights(files) as stored:
         if is_whole:
-            loadable = _loadable(module).items()
-            expected = {
-                name: ExpectedTensor(tuple(value.shape), value.dtype, value.is_meta) for name, value in loadable
-            }
-            problems = _match_files(stored, expected, module, strict=True)[1]
+            problems = _match_files(stored, _expected_tensors(module), module, strict=True)[1]
         else:
             problems = [_quantised(name, source) for name, source in stored.items() if _is_float8(source.dtype)]
     if problems:
