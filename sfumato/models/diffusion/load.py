@@ -321,6 +321,8 @@ def _make_pipeline(config: ModelConfig, seed: int, on_meta: bool) -> tuple[type[
     try:
         components |= _load_encoders(folder, index, family.encoder_names, frozen_dtype)
         pipeline = load_pretrained(pipeline_type, folder, use_safetensors=True, dtype=dtypes, **components)
+    except ConfigError:
+        raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RuntimeError, SafetensorError) as error:
         message = " ".join(str(error).split()).partition(" If you want to instead overwrite")[0]
         reason = _describe_mismatch(folder, index) or f"diffusers cannot load it: {message}"
