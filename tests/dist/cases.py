@@ -372,7 +372,7 @@ def z_image() -> nn.Module:
 def z_image_row(index: int) -> dict[str, torch.Tensor]:
     """Two samples, whose texts the model pads to 32 and to 64 tokens."""
     pair = [image_row(2 * index + number) for number in range(2)]
-    row = {name: torch.cat([each[name] for each in pair]) for name in ("latents", "noise", "sigma")}
+    row = {name: torch.cat([sample[name] for sample in pair]) for name in ("latents", "noise", "sigma")}
     return row | {"text": _seeded(40, 16, seed=4000 + index)}
 
 
@@ -547,7 +547,7 @@ def weights_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, to
             for name, parameter in module.named_parameters()
         }
     return tuple(
-        {name: each for name, (trained, each) in actual.items() if trained is wanted} for wanted in (True, False)
+        {name: weight for name, (trained, weight) in actual.items() if trained is wanted} for wanted in (True, False)
     )
 
 

@@ -93,9 +93,9 @@ class ProcessRole:
 
     def _values(self, thread: str, function: Callable[..., Any], args: Any, replaces: bool = False) -> Future[Any]:
         def ask() -> list[tuple[bool, Any]]:
-            for each in self._connections[thread]:
-                each.send((function, args, replaces))
-            return [each.recv() for each in self._connections[thread]]
+            for connection in self._connections[thread]:
+                connection.send((function, args, replaces))
+            return [connection.recv() for connection in self._connections[thread]]
 
         return self._threads[thread].submit(ask)
 

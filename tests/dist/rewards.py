@@ -18,4 +18,4 @@ class CoarseBrightness(Brightness):
     """
 
     def score(self, samples: Sequence[Sample]) -> list[float]:
-        return [round(each, 3) for each in super().score(samples)]
+        return [round(value, 3) for value in super().score(samples)]

@@ -250,10 +250,10 @@ def test_ranks_measure_what_rounding_changes(mesh, ranks):
 
 def train_with_an_opinion(kind: str, **settings: Any) -> Outcome | str:
     """As ``train``, but the second rank finds something wrong with the first way that it sees."""
-    own, opinions = Checks._find_difference, ["the second rank does not like it"] * dist.get_rank()
+    original, opinions = Checks._find_difference, ["the second rank does not like it"] * dist.get_rank()
 
     def difference_of(checks: Checks, *args: Any) -> str | None:
-        return own(checks, *args) or (opinions.pop() if opinions else None)
+        return original(checks, *args) or (opinions.pop() if opinions else None)
 
     with mock.patch.object(Checks, "_find_difference", difference_of):
         return train(kind, **settings)
@@ -267,18 +267,18 @@ def test_what_one_rank_finds_wrong_no_rank_does(ranks):
 
 def train_after_an_error(kind: str, **settings: Any) -> Outcome | str:
     """As ``train``, but the first backward pass of the probe's first way fails in the middle, on every rank."""
-    own, left = LanguageModel.forward_backward, [True]
+    original, failures = LanguageModel.forward_backward, [True]
 
     def fail(_gradient: Tensor) -> None:
         raise RuntimeError("out of luck")
 
     def forward_backward(model: LanguageModel, *args: Any) -> list[float]:
         handle = None
-        if left and left.pop():
+        if failures and failures.pop():
             layer = model.plain.model.layers[0]
             handle = layer.register_forward_hook(lambda _module, _args, output: output.register_hook(fail) and None)
         try:
-            return own(model, *args)
+            return original(model, *args)
         finally:
             if handle is not None:
                 handle.remove()

@@ -205,8 +205,8 @@ QUICK = [
 """Kind of model, adapters, the mode that saves and the mode that loads."""
 
 FURTHER = [
-    pytest.param(*each, marks=pytest.mark.slow)
-    for each in (
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
         ("dense", False, "fsdp2", "ulysses x ring"),
         ("dense", False, "tp x pp", "hsdp"),
         ("moe", False, "pp x fsdp2", "ep"),

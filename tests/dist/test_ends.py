@@ -114,10 +114,10 @@ class Captured(Exception):  # noqa: N818
 
 
 def test_until_the_first_step_ranks_wait_three_times_as_long(monkeypatch, tmp_path):
-    given = {}
+    group_settings = {}
 
     def capture(*_, **settings):
-        given.update(settings)
+        group_settings.update(settings)
         raise Captured
 
     monkeypatch.setattr(dist, "init_process_group", capture)
@@ -126,4 +126,4 @@ def test_until_the_first_step_ranks_wait_three_times_as_long(monkeypatch, tmp_pa
     monkeypatch.setenv("SFUMATO_STORE", str(tmp_path / "store"))
     with pytest.raises(Captured):
         build_mesh(TrainConfig(output_dir="unused", timeout_s=70, device="cpu"))
-    assert given["timeout"].total_seconds() == 210
+    assert group_settings["timeout"].total_seconds() == 210

@@ -97,8 +97,8 @@ def lose_engine_of_second_rank(folder: Path, losses: list[str], max_restarts: in
 def test_an_engine_that_dies_while_it_takes_weights_is_started_anew(losses, ranks, tmp_path):
     (scores, num), (other_scores, num_of_lost) = ranks.run(2, lose_engine_of_second_rank, tmp_path, losses, len(losses))
     assert (num, num_of_lost) == (0, len(losses))
-    for found in (scores, other_scores):
-        torch.testing.assert_close(found, expected(2), rtol=0, atol=1e-5)
+    for actual in (scores, other_scores):
+        torch.testing.assert_close(actual, expected(2), rtol=0, atol=1e-5)
 
 
 def test_every_rank_hears_of_an_engine_that_is_lost_for_good(ranks, tmp_path):

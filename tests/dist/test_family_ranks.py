@@ -61,8 +61,8 @@ def sampled(high: tuple[bool, ...]) -> tuple[torch.Tensor, list[str]]:
     mesh, config = make_mesh()
     module = build("wan_pair").requires_grad_(False)
     row, ran = video_row(0), []
-    for name, each in module.named_children():
-        each.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+    for name, part in module.named_children():
+        part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
     module.mesh = mesh
     module = parallelize(module, mesh, config, plans.WAN_PAIR)
     timestep = torch.tensor([900.0 if high[mesh.rank] else 100.0])
@@ -91,8 +91,8 @@ def drawn_alone(counts: tuple[int, ...]) -> list[str]:
     """Which transformers ran where ranks with whole weights make different numbers of forward passes."""
     mesh, _ = make_mesh(data_parallel_mode="ddp")
     module, ran, row = build("wan_pair"), [], video_row(0)
-    for name, each in module.named_children():
-        each.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
+    for name, part in module.named_children():
+        part.register_forward_pre_hook(lambda *_, name=name: ran.append(name))
     module.mesh = mesh
     with torch.no_grad():
         for _ in range(counts[mesh.rank]):

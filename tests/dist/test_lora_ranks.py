@@ -99,7 +99,7 @@ LATER = ("lokr, ulysses", "loha, fsdp2, recomputed", "dora, hsdp", "rslora, fsdp
 """Left to the slow tests."""
 
 
-@pytest.mark.parametrize("case", [pytest.param(each, marks=[pytest.mark.slow] * (each in LATER)) for each in EXACT])
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.slow] * (case in LATER)) for case in EXACT])
 def test_variants_equal_one_process(case, ranks):
     num_ranks, kind, lora, config = EXACT[case]
     expected = truth(kind, **{name: tuple(value) if isinstance(value, list) else value for name, value in lora.items()})
@@ -118,8 +118,8 @@ def refusal(kind: str, lora: dict[str, Any], config: dict[str, Any]) -> str:
 @pytest.mark.parametrize("case", REFUSED)
 def test_variants_that_are_refused(case, ranks):
     *arguments, message = REFUSED[case]
-    for found in ranks.run(2, refusal, *arguments):
-        assert message in found
+    for refused in ranks.run(2, refusal, *arguments):
+        assert message in refused
 
 
 @torch.no_grad()

@@ -74,4 +74,4 @@ def test_the_first_rank_of_each_stage_has_what_is_predicted(ranks: Any, tmp_path
         weights, gradients, state = result[stage * 4 // len(stages)]
         predicted = [memory.parts[name] for name in ("weights", "gradients", "optimiser state")]
         assert predicted == pytest.approx([weights, gradients, state], rel=0.001 if name == "fsdp1" else 0, abs=200)
-        assert memory.parts["weights"] >= max(each[0] for each in result) * (name != "pp x fsdp2")
+        assert memory.parts["weights"] >= max(rank_bytes[0] for rank_bytes in result) * (name != "pp x fsdp2")

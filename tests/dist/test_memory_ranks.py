@@ -40,7 +40,7 @@ def truth(kind: str) -> Outcome:
         ("flux", {"activation_checkpointing": "selective", "enable_reshard_after_forward": False}),
         ("wan", {"activation_checkpointing": "full", "data_parallel_mode": "ddp"}),
     ],
-    ids=lambda each: each if isinstance(each, str) else "-".join(map(str, each.values())),
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value.values())),
 )
 def test_recomputation_equals_one_process(kind, config, ranks):
     for outcome in ranks.run(2, functools.partial(train, kind, **config)):
@@ -85,7 +85,7 @@ VOCABULARY, HIDDEN, TOKENS = 37, 8, 23
 def tensors() -> tuple[torch.Tensor, ...]:
     """hidden, weight, bias and labels, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*each, generator=generator) for each in ((TOKENS, 8), (VOCABULARY, 8), (37,)))
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((TOKENS, 8), (VOCABULARY, 8), (37,)))
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
     labels[::4] = -100
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
@@ -111,7 +111,7 @@ def log_probs_and_gradients(cut: bool, num_ruled_out: int = 0) -> tuple[torch.Te
     if cut:
         gathered = [None] * size
         dist.all_gather_object(gathered, parts)
-        parts = [torch.cat(each) for each in zip(*gathered, strict=True)]
+        parts = [torch.cat(pieces) for pieces in zip(*gathered, strict=True)]
     return *(tensor.detach() for tensor in out), hidden.grad, *parts
 
 
@@ -119,8 +119,8 @@ def log_probs_and_gradients(cut: bool, num_ruled_out: int = 0) -> tuple[torch.Te
 def test_a_vocabulary_that_is_cut_gives_the_same(num_ranks, num_ruled_out, ranks):
     expected = log_probs_and_gradients(False, num_ruled_out)
     assert all(tensor.isfinite().all() for tensor in expected)
-    for found in ranks.run(num_ranks, log_probs_and_gradients, True, num_ruled_out):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for actual in ranks.run(num_ranks, log_probs_and_gradients, True, num_ruled_out):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def label_outside() -> float:
@@ -198,11 +198,11 @@ def train_with_dropout(rows_at_once: int = 1, keyed: bool = True, **config: Any)
     outcome = Outcome()
     for step in range(NUM_STEPS):
         mine = [step * ROWS + index for index in mesh.range_of_rank(ROWS)]
-        num = count_all(case, [case.row(each) for each in mine], mesh)
+        num = count_all(case, [case.row(index) for index in mine], mesh)
         losses = []
         batches = [mine[start : start + rows_at_once] for start in range(0, len(mine), rows_at_once)]
         for ids in accumulate(module, batches):
-            rows = [case.row(each) for each in ids]
+            rows = [case.row(index) for index in ids]
             row = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
             with keys.batch(step if keyed else dist.get_rank(), ids):
                 loss = case.loss(module, row, mesh)[0] * len(ids)  # the case's loss is a mean over elements

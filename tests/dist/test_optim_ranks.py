@@ -169,6 +169,6 @@ def step_in_8_bits(num_before: int, **config: Any) -> dict[str, torch.Tensor]:
 def test_8_bits_equal_one_process_and_are_saved_exactly(config, ranks):
     truth = step_in_8_bits(num_before=6)
     for num_before in (6, 3):
-        for found in ranks.run(2, functools.partial(step_in_8_bits, num_before, **config)):
+        for actual in ranks.run(2, functools.partial(step_in_8_bits, num_before, **config)):
             for name, value in truth.items():
-                assert torch.equal(found[name], value), name
+                assert torch.equal(actual[name], value), name

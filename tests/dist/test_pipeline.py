@@ -179,8 +179,8 @@ STEPS: dict[str, tuple[Callable[[], nn.Module], list, torch.dtype | None, dict[s
 def test_one_step_equals_one_process(name, ranks):
     make, rows, dtype, config = STEPS[name]
     wanted = plain_step(make, rows, dtype)
-    for found in ranks.run(2, functools.partial(pipeline_step, make, rows, dtype, **config)):
-        assert_same_step(found, wanted)
+    for actual in ranks.run(2, functools.partial(pipeline_step, make, rows, dtype, **config)):
+        assert_same_step(actual, wanted)
 
 
 def evaluate_and_train(**config: Any) -> tuple[list[torch.Tensor] | None, bool, Outcome]:
@@ -275,9 +275,9 @@ def refusals() -> dict[str, str]:
 
 
 def test_what_cannot_be_cut_is_refused_before_the_first_step(ranks):
-    for found in ranks.run(2, refusals):
+    for messages in ranks.run(2, refusals):
         for name, (_, _, _, message) in REFUSALS.items():
-            assert re.search(message, found[name]), name
+            assert re.search(message, messages[name]), name
 
 
 def test_one_rank_is_no_pipeline():

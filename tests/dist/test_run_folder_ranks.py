@@ -34,8 +34,8 @@ def start(folder: Path) -> tuple[str, list[str]]:
 
 
 def test_rank_0_holds_the_folder_of_all(ranks, tmp_path):
-    for text, found in ranks.run(2, start, tmp_path):
-        assert text == "" and NAME in found and "config.yaml" in found
+    for text, names in ranks.run(2, start, tmp_path):
+        assert text == "" and NAME in names and "config.yaml" in names
     assert not (tmp_path / "run" / NAME).exists()
 
 

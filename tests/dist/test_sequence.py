@@ -80,7 +80,7 @@ def solve(problem: Problem, groups: SequenceGroups) -> list[tuple[torch.Tensor, 
     else:
         lengths, key_lengths = (length[: groups.size] for length in problem.lengths)
         total, num_keys = sum(lengths), sum(key_lengths)
-        mine, ours = (torch.arange(sum(each)).split(each)[groups.rank] for each in (lengths, key_lengths))
+        mine, ours = (torch.arange(sum(sizes)).split(sizes)[groups.rank] for sizes in (lengths, key_lengths))
         schedule = full_schedule(groups, lengths, key_lengths)
         mask = (seeded(problem.rows, num_keys, seed=9) > 0)[:, None, None] if problem.mask else None
     shapes = [(problem.heads, total), (problem.key_heads, num_keys), (problem.key_heads, num_keys)]
@@ -132,7 +132,7 @@ def test_kernels_agree_with_mathematics(causal):
 @pytest.mark.parametrize("size", [1, 2, 3, 8])
 def test_causal_work_is_even(size):
     chunks = head_tail_chunks(16 * size, size)
-    assert [each for chunk in chunks for each in chunk] == list(range(16 * size))
+    assert [token for chunk in chunks for token in chunk] == list(range(16 * size))
     work = [sum(token + 1 for chunk in (chunks[rank], chunks[-1 - rank]) for token in chunk) for rank in range(size)]
     assert len(set(work)) == 1
     for total in range(2, 40):
@@ -144,12 +144,12 @@ def test_causal_work_is_even(size):
 def no_tile_is_computed_in_vain() -> list[int]:
     """Scores that this rank computes of three documents on ring 4."""
     groups = SequenceGroups.of(make_mesh(**{R: 4})[0])
-    tiles = [tile for each in causal_schedule(groups, [[40, 24, 8, 8]]).tiles for tile in each]
+    tiles = [tile for step_tiles in causal_schedule(groups, [[40, 24, 8, 8]]).tiles for tile in step_tiles]
     return [tile.num_queries * tile.num_keys * tile.repeat // (2 if tile.causal else 1) for tile in tiles]
 
 
 def test_what_is_masked_is_not_computed(ranks):
-    computed = sum(sum(each) for each in ranks.run(4, no_tile_is_computed_in_vain))
+    computed = sum(sum(scores) for scores in ranks.run(4, no_tile_is_computed_in_vain))
     assert computed == sum(length**2 // 2 for length in (40, 24, 8, 8))
 
 

@@ -55,8 +55,8 @@ def run(folder, train, from_state=None, count=None, sources=None, transform=Numb
 def test_ranks_agree_and_share_one_store(ranks, tmp_path):
     _, total, wanted, _ = run(str(tmp_path / "one"), {"SINGLE": True})
     actual = ranks.run(4, run, str(tmp_path / "four"), {"tensor_parallel_size": 2})
-    assert [each[0] for each in actual] == [61, 0, 0, 0], "rows that each rank has tokenised"
-    assert {each[1] for each in actual} == {total}
+    assert [result[0] for result in actual] == [61, 0, 0, 0], "rows that each rank has tokenised"
+    assert {result[1] for result in actual} == {total}
     assert actual[0][2] == actual[1][2] and actual[2][2] == actual[3][2], "ranks that share matrices see the same"
     for number, step in enumerate(wanted):
         parts = [actual[rank][2][number] for rank in (0, 2)]

@@ -39,12 +39,12 @@ class Peer:
     @contextmanager
     def sent_weights(self, version: int):
         """Other weights than the module has outside, as averages are."""
-        kept = whole_weights(self.received_module, self.mesh, only_trainable=True)
+        before = whole_weights(self.received_module, self.mesh, only_trainable=True)
         load_whole(self.received_module, self.trained(version), self.mesh)
         try:
             yield self.received_module
         finally:
-            load_whole(self.received_module, kept, self.mesh, from_rank0=True)
+            load_whole(self.received_module, before, self.mesh, from_rank0=True)
 
     def trained(self, version: int) -> dict[str, torch.Tensor]:
         """Whole trained weights of a version."""
@@ -162,9 +162,9 @@ def slow_down(peer: Peer) -> None:
     take = peer.sync.transport.take
 
     def slowly(version: int, delivery: Any) -> Any:
-        for each in take(version, delivery):
+        for delivered in take(version, delivery):
             time.sleep(0.005)
-            yield each
+            yield delivered
 
     peer.sync.transport.take = slowly
 
@@ -222,7 +222,7 @@ def within_each_rank(actor: dict[str, Any], sampler: dict[str, Any], transport: 
 )
 def test_two_models_in_the_same_processes(actor, sampler, transport, ranks, tmp_path):
     results = ranks.run(2, within_each_rank, actor, sampler, transport, tmp_path)
-    assert {each for each, _ in results} == {"local" if transport == "auto" else transport}
+    assert {name for name, _ in results} == {"local" if transport == "auto" else transport}
     version, weights = results[0][1]
     wanted = expected(False, torch.float32, 2)
     assert version == 2 and weights.keys() == wanted.keys()
@@ -341,10 +341,10 @@ def leave_while_receiving(peer: Peer) -> None:
     take = peer.sync.transport.take
 
     def broken(version: int, delivery: Any) -> Any:
-        for number, each in enumerate(take(version, delivery)):
+        for number, delivered in enumerate(take(version, delivery)):
             if number == 3 and peer.mesh.rank == 1:
                 raise OSError("the sampler broke off")
-            yield each
+            yield delivered
 
     peer.sync.transport.take = broken
 

@@ -244,7 +244,7 @@ def start_on_meta(kind: str, **config: Any) -> list[str]:
     differing = unequal(module, build(kind))
     case = CASES[kind]
     with torch.no_grad():
-        actual, expected = (case.loss(each, case.row(0), mesh)[0] for each in (module, build(kind)))
+        actual, expected = (case.loss(model, case.row(0), mesh)[0] for model in (module, build(kind)))
     return differing if abs(actual - expected) < 1e-5 * expected else [*differing, f"loss {actual}, not {expected}"]
 
 
@@ -325,8 +325,8 @@ def refusal(folder: str, from_rank0: bool, **config: Any) -> str:
     try:
         load_weights(module, Path(folder), mesh, from_rank0)
     except ConfigError as error:
-        kept = "" if config else unequal(module, build("dense"))
-        return f"{error} {kept or ''}".strip()
+        differing = "" if config else unequal(module, build("dense"))
+        return f"{error} {differing or ''}".strip()
     return "loaded"
 
 
@@ -365,7 +365,7 @@ def pieces() -> list[str]:
             back = DTensor.from_local(piece, both, placements, shape=tensor.shape, stride=tensor.stride())
             if not torch.equal(piece, local(like)) or not torch.equal(back.full_tensor(), tensor):
                 wrong.append(f"{shape} {placements}")
-            elif torch.Size([sum(stop - start for start, stop in each) for each in ranges_of(like)]) != piece.shape:
+            elif torch.Size([sum(stop - start for start, stop in ranges) for ranges in ranges_of(like)]) != piece.shape:
                 wrong.append(f"ranges of {shape} {placements}")
     return wrong
 

@@ -60,8 +60,8 @@ def engine_settings(tmp_path: Path, fault: str = "", once: bool = True, **more: 
     environment = {"PYTHONPATH": f"{package.parent}:{ROOT}"}
     if fault:
         environment |= {"SERVER_FAULT": fault} | ({"SERVER_FAULT_ONCE": str(tmp_path / "happened")} if once else {})
-    own = {"type": "sglang", "program": sys.executable, "environment": environment, "dtype": "float32"}
-    return {**own, "max_model_len": 256, **more}
+    settings = {"type": "sglang", "program": sys.executable, "environment": environment, "dtype": "float32"}
+    return {**settings, "max_model_len": 256, **more}
 
 
 def main() -> None:
@@ -69,6 +69,6 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model-path", type=Path)
     parser.add_argument("--port", type=int)
-    given, _ = parser.parse_known_args()
-    module = AutoModelForCausalLM.from_pretrained(given.model_path, dtype=torch.float32).eval()
-    bound(Scheduler(given.model_path, set(), module), given.port, FaultyHandler).serve_forever()
+    options, _ = parser.parse_known_args()
+    module = AutoModelForCausalLM.from_pretrained(options.model_path, dtype=torch.float32).eval()
+    bound(Scheduler(options.model_path, set(), module), options.port, FaultyHandler).serve_forever()

@@ -128,10 +128,10 @@ def test_memory_of_weights_ends_with_the_process_that_filled_it(tmp_path):
 
 def test_weights_go_to_the_folder_where_memory_has_no_room_or_a_person_says_so(tmp_path, monkeypatch, caplog):
     caplog.set_level("INFO")
-    weights_and_places = (template(), tmp_path, "/models/tiny")
-    in_memory = VllmSettings(program="/bin/vllm").weight_files(*weights_and_places)
-    elsewhere = VllmSettings(url="http://a:1").weight_files(*weights_and_places)
-    forced = VllmSettings(program="/bin/vllm", weights_folder=str(tmp_path / "w")).weight_files(*weights_and_places)
+    template_and_folders = (template(), tmp_path, "/models/tiny")
+    in_memory = VllmSettings(program="/bin/vllm").weight_files(*template_and_folders)
+    elsewhere = VllmSettings(url="http://a:1").weight_files(*template_and_folders)
+    forced = VllmSettings(program="/bin/vllm", weights_folder=str(tmp_path / "w")).weight_files(*template_and_folders)
     assert [files.in_memory for files in (in_memory, elsewhere, forced)] == [True, False, False]
     monkeypatch.setattr(weight_files, "free_host_bytes", lambda: 10_000)
     folder = in_memory.write(version_of_ones(1), 1)

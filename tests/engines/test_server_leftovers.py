@@ -170,8 +170,8 @@ def test_the_next_server_removes_what_a_run_left_that_was_killed_with_all_its_pr
     remove_abandoned_folders(folder.parent)
     assert len(made.remaining()) == len(made.segments) + 1, "it is in use"
     group = [psutil.Process(owner), *psutil.Process(owner).children(recursive=True)]
-    for each in (psutil.Process(process.pid), *group):  # the owner before the server, so that nobody removes anything
-        each.kill()
+    for victim in (psutil.Process(process.pid), *group):  # the owner before the server, so that nobody removes anything
+        victim.kill()
     psutil.wait_procs(group, 10)
     assert len(made.remaining()) == len(made.segments) + 1, "nobody was left"
     remove_abandoned_folders(folder.parent)

@@ -34,8 +34,12 @@ def served(request, tmp_path):
         return engine, scheduler
 
     yield start
-    for each in reversed(opened):
-        each.close() if hasattr(each, "rescore") else (each.shutdown(), each.server_close())
+    for engine_or_server in reversed(opened):
+        if hasattr(engine_or_server, "rescore"):
+            engine_or_server.close()
+        else:
+            engine_or_server.shutdown()
+            engine_or_server.server_close()
 
 
 def drawn(engine, requests, sampling=Sampling()):  # noqa: B008

@@ -93,13 +93,14 @@ class Policy:
         before = {name: value.detach().clone() for name, value in trained.items()}
         generator = torch.Generator().manual_seed(version)
         with torch.no_grad():
-            for name, each in trained.items() if version else ():
-                size = 0.02 if "lora_B" in name else 0.02 * each.std() if each.ndim == 2 and len(each) > 1 else 0.0
-                each += size * torch.randn(each.shape, generator=generator)
+            for name, parameter in trained.items() if version else ():
+                is_matrix = parameter.ndim == 2 and len(parameter) > 1
+                size = 0.02 if "lora_B" in name else 0.02 * parameter.std() if is_matrix else 0.0
+                parameter += size * torch.randn(parameter.shape, generator=generator)
         yield self.model.trained
         with torch.no_grad():
-            for name, each in trained.items():
-                each.copy_(before[name])
+            for name, parameter in trained.items():
+                parameter.copy_(before[name])
 
     def rescore(self, module: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
         return self.engine.rescore(self.model, tokens)

@@ -86,8 +86,8 @@ class EngineRun(RoleRun):
         for pid in self.marked():
             try:
                 process = psutil.Process(pid)
-                for each in (process, *process.children(recursive=True)):
-                    self.seen.setdefault(each.pid, each)
+                for member in (process, *process.children(recursive=True)):
+                    self.seen.setdefault(member.pid, member)
             except psutil.NoSuchProcess:
                 continue
 
@@ -98,7 +98,7 @@ class EngineRun(RoleRun):
     def owners(self) -> list[psutil.Process]:
         """The owners of the engines that run now, the older first."""
         self.note()
-        owners = [each for each in self.alive() if any("owner_process" in word for word in command_of(each))]
+        owners = [process for process in self.alive() if any("owner_process" in word for word in command_of(process))]
         return sorted((owner for owner in owners if owner.children()), key=psutil.Process.create_time)
 
     def wait_until(self, what: Callable[[], bool]) -> None:
@@ -113,10 +113,10 @@ class EngineRun(RoleRun):
         self.note()
         assert len(self.seen) > 8, "two engines of three processes, three roles, the driver"
         ended = time.monotonic()
-        while left := [(each.pid, command_of(each)) for each in self.alive()]:
+        while remaining := [(process.pid, command_of(process)) for process in self.alive()]:
             # Ray's agents ask its dead head for a minute; without a command is what ends just now.
-            agents_alone = all(not command or "agent" in " ".join(command).lower() for _, command in left)
-            assert time.monotonic() - ended < (120 if agents_alone else 30), left
+            agents_alone = all(not command or "agent" in " ".join(command).lower() for _, command in remaining)
+            assert time.monotonic() - ended < (120 if agents_alone else 30), remaining
             time.sleep(0.2)
         print(f"{len(self.seen)} processes have gone {time.monotonic() - ended:.1f} s after the end")
         assert not [path for path in (self.folder / "weights").glob("*/*/*") if path.exists()]

@@ -197,9 +197,9 @@ def test_top_k_and_top_p_are_in_the_log_probs(engine):
             before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)
             left_out = before >= sampling.top_p
             left_out[:, sampling.top_k or VOCABULARY :] = True
-            kept = torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(left_out, -torch.inf))
+            filtered = torch.empty_like(logits).scatter_(-1, order, ordered.masked_fill(left_out, -torch.inf))
             chosen = torch.tensor(completion.token_ids)[:, None]
-            expected = kept.log_softmax(-1).gather(-1, chosen)[:, 0]
+            expected = filtered.log_softmax(-1).gather(-1, chosen)[:, 0]
             assert (torch.tensor(completion.log_probs) - expected).abs().max() < 1e-4
 
 
@@ -273,9 +273,9 @@ def test_new_weights_in_the_middle_of_completions(engine):
         old, new = completion.versions.count(7), completion.versions.count(8)
         assert old > 0 and new > 0 and completion.versions == [7] * old + [8] * new
         tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
-        actual, given = torch.tensor(completion.log_probs), len(request.prompt_ids)
+        actual, prompt_length = torch.tensor(completion.log_probs), len(request.prompt_ids)
         for version, part in ((7, slice(0, old)), (8, slice(old, None))):
-            expected = log_probs(moved(version), tokens)[0, given - 1 :]
+            expected = log_probs(moved(version), tokens)[0, prompt_length - 1 :]
             assert (actual - expected)[part].abs().max() < BOUND, "keys and values of earlier weights are not used"
     sync.close()
 

@@ -55,8 +55,8 @@ def main(folder: Path) -> None:
     finally:
         engine.close()
     deadline = time.monotonic() + 30
-    while left := processes_of_vllm():
-        assert time.monotonic() < deadline, left
+    while remaining := processes_of_vllm():
+        assert time.monotonic() < deadline, remaining
         time.sleep(0.1)
     print("all checks passed", flush=True)
 

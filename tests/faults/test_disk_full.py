@@ -40,7 +40,7 @@ def unexpected_position() -> RuntimeError:
 
 
 FAILURES = [OSError(errno.ENOSPC, "No space left on device"), unexpected_position()]
-by_failure = pytest.mark.parametrize("error", FAILURES, ids=lambda each: type(each).__name__)
+by_failure = pytest.mark.parametrize("error", FAILURES, ids=lambda error: type(error).__name__)
 in_background = pytest.mark.parametrize("save_async", [False, True], ids=["waited for", "in the background"])
 
 

@@ -62,8 +62,8 @@ def test_one_value_among_finite_ones_is_found_in_every_dtype(dtype: torch.dtype)
     whole = {"largest": torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype), "numbers": torch.arange(4)}
     nothing = {"empty": torch.empty(0, 3, dtype=dtype), "nowhere": torch.empty(2, dtype=dtype, device="meta")}
     spoiled = {f"{value}": torch.zeros(7, 3, dtype=dtype) for value in (NAN, INF, -INF)}
-    for value, each in spoiled.items():
-        each[5, 1] = float(value)
+    for value, tensor in spoiled.items():
+        tensor[5, 1] = float(value)
     assert not_finite(whole | nothing) == []
     assert not_finite(whole | spoiled | nothing) == list(spoiled)
 
@@ -238,7 +238,7 @@ def test_latents_that_are_not_finite_are_left_out_of_the_update(
     folder = run_task_here("rl_diffusion" if kind == "trajectory" else "rl_diffusion_forward", config)
     said, lines = (folder / "log.txt").read_text(), read_jsonl(folder / "metrics.jsonl")
     failed = [line["reward/failed"] for line in lines if "reward/failed" in line]
-    assert any(0 < each < 1 for each in failed), failed
+    assert any(0 < share < 1 for share in failed), failed
     assert f"not scored: {LATENTS_NOT_FINITE}" in said
     assert not any(None in (line["grad_norm"], line["loss/policy"]) for line in lines if "grad_norm" in line)
 
@@ -273,8 +273,8 @@ def test_a_row_that_encodes_to_nan_is_a_bad_row(
 
         def spoiled(pixels: torch.Tensor) -> torch.Tensor:
             latents = encode(pixels)
-            for row, each in enumerate(pixels):
-                if torch.equal(each, black):
+            for row, picture in enumerate(pixels):
+                if torch.equal(picture, black):
                     latents[row].view(-1)[3] = NAN
             return latents
 

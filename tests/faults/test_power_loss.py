@@ -64,10 +64,8 @@ def test_a_checkpoint_whose_save_has_returned_survives_and_the_one_before_it_unt
                 for outcome in OUTCOMES:
                     number += 1
                     result = resumed_step(remains[outcome], tmp_path / str(number))
-                    assert result == step or (remains is not moments[-1] and result == (step - 1 or None)), (
-                        step,
-                        outcome,
-                    )
+                    is_before = remains is not moments[-1]
+                    assert result == step or (is_before and result == (step - 1 or None)), (step, outcome)
             assert len(moments) > 5
             moments.clear()
 

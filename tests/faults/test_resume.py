@@ -337,14 +337,14 @@ def test_a_loss_that_is_not_finite_stops_rl_and_names_the_samples(tmp_path):
 def test_an_earlier_run_is_moved_aside_on_purpose_and_not_deleted(tmp_path, capsys):
     config = tiny_dit_config(tmp_path, train={"max_steps": 1})
     output_dir = run_task_here("train_dit", config)
-    kept, anew = contents(output_dir), merge(config, {"train": {"load_checkpoint_path": "new"}})
+    contents_before, anew = contents(output_dir), merge(config, {"train": {"load_checkpoint_path": "new"}})
     run_task_here("train_dit", anew)
-    assert contents(tmp_path / "run.1") == kept
+    assert contents(tmp_path / "run.1") == contents_before
     assert f"an earlier run stood in {output_dir}; it is now {tmp_path / 'run.1'}" in capsys.readouterr().err
     (tmp_path / "run" / "mark").write_text("second", encoding="utf-8")
     run_task_here("train_dit", anew)
     assert (tmp_path / "run.2" / "mark").is_file()
-    assert contents(tmp_path / "run.1") == kept
+    assert contents(tmp_path / "run.1") == contents_before
     assert not (tmp_path / "run" / "mark").exists()
 
 

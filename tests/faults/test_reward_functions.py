@@ -56,8 +56,8 @@ def is_running(pid: int) -> bool:
 
 def wait_until_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
-    while left := [pid for pid in pids if is_running(pid)]:
-        assert time.monotonic() < deadline, f"processes {left} survive"
+    while running := [pid for pid in pids if is_running(pid)]:
+        assert time.monotonic() < deadline, f"processes {running} survive"
         time.sleep(0.02)
 
 

@@ -72,8 +72,8 @@ def test_a_run_that_is_ended_leaves_no_worker(tmp_path: Path, number: signal.Sig
     result = run_task_process("rl_diffusion", path, kill_after=2, kill_signal=number, env={"RUN": str(tmp_path)})
     assert result.returncode == (143 if number == signal.SIGTERM else -9)
     deadline = time.monotonic() + 20
-    while left := [path for path in Path("/proc").glob("[0-9]*/cmdline") if _is_worker(path, tmp_path)]:
-        assert time.monotonic() < deadline, left
+    while workers := [path for path in Path("/proc").glob("[0-9]*/cmdline") if _is_worker(path, tmp_path)]:
+        assert time.monotonic() < deadline, workers
         time.sleep(0.05)
 
 

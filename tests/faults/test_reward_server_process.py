@@ -97,7 +97,7 @@ def served(modules, tmp_path_factory):
     server.end()
 
 
-def own(name, **fields):
+def reward_of_module(name, **fields):
     return {"type": f"{MODULE}:{name}", **fields}
 
 
@@ -113,7 +113,7 @@ def test_a_served_reward_gives_exactly_the_values_of_the_local_one(served, modul
     samples = noise_samples(18, group_size=3)
     for scorer in (Scorer([local]), Scorer([remote])):
         scorer.prepare()
-    here, there = (Scorer([each]).score(samples) for each in (local, remote))
+    here, there = (Scorer([reward]).score(samples) for reward in (local, remote))
     assert there.failures == here.failures == []
     assert there.total.tobytes() == here.total.tobytes()
 
@@ -231,7 +231,9 @@ def test_a_run_that_asks_for_something_else_than_what_is_served_does_not_start(s
 
 
 def test_servers_with_different_settings_are_refused(modules, tmp_path):
-    servers = [start_server(tmp_path, [own("Slow", seconds=value)], modules=modules) for value in (0.0, 0.1)]
+    servers = [
+        start_server(tmp_path, [reward_of_module("Slow", seconds=value)], modules=modules) for value in (0.0, 0.1)
+    ]
     with pytest.raises(ConfigError, match=r"serve 'slow' with different settings"):
         remote_reward(*(server.url for server in servers)).prepare()
     for server in servers:
@@ -278,7 +280,9 @@ def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tm
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
-        starting = pool.submit(start_server, tmp_path, [own("Slow", seconds=0.0, load_s=1.0)], port, modules)
+        starting = pool.submit(
+            start_server, tmp_path, [reward_of_module("Slow", seconds=0.0, load_s=1.0)], port, modules
+        )
         reward = remote_reward(f"http://127.0.0.1:{port}")
         reward.prepare()
         server = starting.result()
@@ -289,7 +293,9 @@ def test_a_run_that_starts_before_its_server_has_loaded_waits_for_it(modules, tm
 
 
 def test_a_full_server_asks_for_patience_and_a_slow_one_is_not_waited_for(modules, tmp_path):
-    server = start_server(tmp_path, [own("Slow", seconds=0.3)], modules=modules, max_queue=1, max_batch_size=1)
+    server = start_server(
+        tmp_path, [reward_of_module("Slow", seconds=0.3)], modules=modules, max_queue=1, max_batch_size=1
+    )
     patient = remote_reward(server.url)
     with ThreadPoolExecutor(1) as pool:
         values = pool.submit(patient.score, noise_samples(4))
@@ -309,7 +315,7 @@ def test_a_full_server_asks_for_patience_and_a_slow_one_is_not_waited_for(module
 
 
 def test_a_server_that_is_told_to_stop_finishes_what_it_accepted(modules, tmp_path):
-    server = start_server(tmp_path, [own("Slow", seconds=2.0)], modules=modules)
+    server = start_server(tmp_path, [reward_of_module("Slow", seconds=2.0)], modules=modules)
     reward = remote_reward(server.url)
     reward.prepare()
     with ThreadPoolExecutor(1) as pool:
@@ -327,7 +333,7 @@ def test_a_server_that_is_told_to_stop_finishes_what_it_accepted(modules, tmp_pa
 
 
 def test_a_second_signal_ends_the_server_at_once(modules, tmp_path):
-    server = start_server(tmp_path, [own("Slow", seconds=50.0)], modules=modules)
+    server = start_server(tmp_path, [reward_of_module("Slow", seconds=50.0)], modules=modules)
     reward = remote_reward(server.url, retry_for_s=0.1)
     reward.prepare()
     with ThreadPoolExecutor(1) as pool:

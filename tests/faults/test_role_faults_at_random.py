@@ -66,8 +66,8 @@ def kill_one(run: RoleRun, role: str, rng: random.Random) -> str:
         assert run.driver.poll() is None, f"it has ended with {run.driver.returncode}:\n{run.output}"
         assert time.monotonic() < deadline, f"the kill of {hit} had no effect:\n{run.output}"
         time.sleep(0.05)
-    _, given, doing = result.group().partition("it had been given ")
-    return f"after step {before:3d}  {doing.partition(';')[0] if given else 'nothing to do'}"
+    _, separator, doing = result.group().partition("it had been given ")
+    return f"after step {before:3d}  {doing.partition(';')[0] if separator else 'nothing to do'}"
 
 
 @pytest.mark.slow
@@ -122,5 +122,5 @@ def test_runs_of_language_models_whose_processes_are_killed_go_on(name: str, tmp
         assert max(line["staleness/max"] for line in lines) <= MAX_STALENESS
     else:
         plain = {key: value for key, value in config.items() if key != "runtime"}
-        own = {"output_dir": str(tmp_path / "undisturbed"), "save_steps": 0}
-        assert_same(run.folder, run_task_here("rl_text", merge(plain, {"train": own})))
+        train = {"output_dir": str(tmp_path / "undisturbed"), "save_steps": 0}
+        assert_same(run.folder, run_task_here("rl_text", merge(plain, {"train": train})))

@@ -76,7 +76,7 @@ def not_a_number(sample: Any) -> float:
 def raises_for_some(sample: Any) -> float:
     if len(sample.text) % 3 == 0:
         raise ZeroDivisionError("by zero")
-    return sum(each.isascii() for each in sample.text) / len(sample.text)
+    return sum(character.isascii() for character in sample.text) / len(sample.text)
 
 
 def same(sample: Any) -> float:
@@ -235,7 +235,7 @@ def test_evaluations_are_drawn_by_the_server_and_change_nothing_else(
             served_config(tmp_path, served[0], f"every {every}"), merge(late, {"eval": {"every_steps": every}})
         )
         lines.append(read_jsonl(run_task_here("rl_text", config) / "metrics.jsonl"))
-    often, seldom = ([{k: v for k, v in each.items() if "eval/" not in k} for each in some] for some in lines)
+    often, seldom = ([{k: v for k, v in line.items() if "eval/" not in k} for line in of_run] for of_run in lines)
     assert often == seldom and [entry["staleness/max"] for entry in often[1:]] == [0.0, 1.0, 1.0]
     assert lines[0][-1]["eval/reward/total"] == lines[1][-1]["eval/reward/total"]
     assert lines[0][0]["eval/reward/total"] == pytest.approx(values(here, "eval/reward/total")[0])

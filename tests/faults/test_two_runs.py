@@ -37,7 +37,7 @@ def assert_same(left: Path, right: Path) -> None:
     assert (left / "metrics.jsonl").read_bytes() == (right / "metrics.jsonl").read_bytes()
     assert weights_in(left / "hf_ckpt") == weights_in(right / "hf_ckpt")
     last = [list_checkpoints(path / "checkpoints") for path in (left, right)]
-    newest = [each[max(each)] for each in last]
+    newest = [checkpoints[max(checkpoints)] for checkpoints in last]
     assert tensors_in(newest[0]) == tensors_in(newest[1]) and values_in(newest[0]) == values_in(newest[1])
     environment = read_environment(left)
     assert environment["finished"]

@@ -26,18 +26,18 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main() -> int:
     parser = build_parser()
-    given, others = parser.parse_known_args()
-    if given.command == "map":
-        return make_map(others, given.add)
+    options, others = parser.parse_known_args()
+    if options.command == "map":
+        return make_map(others, options.add)
     if others:
         parser.error(f"unknown: {' '.join(others)}")
-    mutants = choose(given.count, given.seed, given.only)
-    if given.list:
+    mutants = choose(options.count, options.seed, options.only)
+    if options.list:
         print("\n".join(f"{mutant.path}:{mutant.line}: {mutant.change}" for mutant in mutants))
         return 0
     if not MAP.exists():
         parser.error(f"{MAP.relative_to(ROOT)} is missing: run python -m tests.mutation map first")
-    trials = run(plan(mutants, given.budget), given.jobs)
+    trials = run(plan(mutants, options.budget), options.jobs)
     print(table(trials))
     return int(any(trial.outcome in ("passed", "not reached") for trial in trials))
 

@@ -99,8 +99,8 @@ def choose(count: int, seed: int, only: str) -> list[Mutant]:
 
 def plan(mutants: list[Mutant], budget_s: float) -> list[Trial]:
     """The tests of each mutant, quick ones first, as many as fit into the budget."""
-    known = json.loads(MAP.read_text(encoding="utf-8"))
-    tests = list(known["tests"])
+    coverage = json.loads(MAP.read_text(encoding="utf-8"))
+    tests = list(coverage["tests"])
     explained = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or []
     trials = []
     for mutant in mutants:
@@ -111,18 +111,18 @@ def plan(mutants: list[Mutant], budget_s: float) -> list[Trial]:
             place = (entry["path"], entry["line"], entry["change"], entry.get("above", above))
             if place == (mutant.path, line, mutant.change, above):
                 trial.outcome, trial.reason = "equivalent", entry["why"]
-        of_file = known["lines"].get(mutant.path, {})
+        of_file = coverage["lines"].get(mutant.path, {})
         if mutant.line in lines_of_functions(mutant.path):
             numbers = set(of_file.get(str(mutant.line), ()))
         else:  # it is run once, when the first of all tests that use it imports the file
             numbers = {number for some in of_file.values() for number in some}
         reached = [tests[number] for number in numbers]
         seconds = 0.0
-        for test in sorted(reached, key=lambda test: known["tests"][test]):
-            if trial.tests and seconds + known["tests"][test] > budget_s:
+        for test in sorted(reached, key=lambda test: coverage["tests"][test]):
+            if trial.tests and seconds + coverage["tests"][test] > budget_s:
                 break
             trial.tests.append(test)
-            seconds += known["tests"][test] + 0.05
+            seconds += coverage["tests"][test] + 0.05
         trial.timeout_s = SPARE_S + FACTOR * seconds
         if not reached:
             trial.tests, trial.timeout_s = nearest_test_files(mutant.path, ROOT), LONG_S

@@ -112,8 +112,8 @@ def read_map(folder: Path, root: Path) -> dict:
         reached: dict[str, list[int]] = {}
         for line, contexts in joined.contexts_by_lineno(path).items():
             tests = {context.rpartition("|")[2] or context.partition("|")[0] for context in contexts}
-            known = {test for found in tests for test in ([found] if found in seconds else of_file.get(found, []))}
-            if known:
-                reached[str(line)] = sorted(number_of[test] for test in known)
+            recorded = {test for name in tests for test in ([name] if name in seconds else of_file.get(name, []))}
+            if recorded:
+                reached[str(line)] = sorted(number_of[test] for test in recorded)
         lines[name] = reached
     return {"tests": seconds, "lines": lines}

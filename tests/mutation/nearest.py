@@ -18,7 +18,7 @@ def nearest_test_files(path: str, root: Path, most: int = 3) -> list[str]:
     seen, level = {path}, {path}
     results: list[str] = []
     while level and len(results) < most:
-        level = {importer for each in level for importer in _importers(root).get(each, ())} - seen
+        level = {importer for imported in level for importer in _importers(root).get(imported, ())} - seen
         seen |= level
         results += sorted(name for name in level if Path(name).name.startswith("test_"))
     return results[:most]

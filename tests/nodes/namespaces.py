@@ -47,8 +47,10 @@ class Node:
             hosts: takes the place of /etc/hosts; ``names`` beside it that of /etc/nsswitch.conf.
         """
         self.name, self.address, self._switch = name, address, switch
-        kept = [str(each) for each in (*shared, ROOT, Path(sys.prefix)) if str(each).startswith(("/tmp/", "/dev/shm/"))]
-        binds = "".join(f'mkdir -p "/mnt{each}"; mount --bind "{each}" "/mnt{each}"; ' for each in kept)
+        mounted = [
+            str(path) for path in (*shared, ROOT, Path(sys.prefix)) if str(path).startswith(("/tmp/", "/dev/shm/"))
+        ]
+        binds = "".join(f'mkdir -p "/mnt{path}"; mount --bind "{path}" "/mnt{path}"; ' for path in mounted)
         script = (
             f"hostname {name}; mount -t tmpfs -o mode=1777 tmpfs /mnt; mkdir -p /mnt/tmp /mnt/dev/shm; {binds}"
             "mount --rbind /mnt/tmp /tmp; chmod 1777 /tmp; mount -t tmpfs -o size=1g tmpfs /dev/shm; "

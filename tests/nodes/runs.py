@@ -132,5 +132,5 @@ class RayNodes:
 def hosts_of(folder: Path, role: str) -> set[str]:
     """Where a role's processes are, by ``processes.json``."""
     path = folder / "processes.json"
-    known: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    return {message["host"] for message in known if message["role"] == role}
+    messages: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    return {message["host"] for message in messages if message["role"] == role}

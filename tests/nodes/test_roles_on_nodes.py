@@ -110,10 +110,10 @@ def test_the_nodes_of_sampler_and_actor_and_driver_are_lost(ray_nodes: RayNodes,
         print(f"{name}: {role}: three steps later after {time.monotonic() - began:.0f} s")
     assert run.process.poll() is None, "the driver's node is lost while it works"
     before = last_step(folder)
-    for each in reversed(list(CPUS)):
-        lose(ray_nodes, each)
-    for each in CPUS:
-        nodes.start(each)
+    for node in reversed(list(CPUS)):
+        lose(ray_nodes, node)
+    for node in CPUS:
+        nodes.start(node)
     ray_nodes.start(*CPUS)
     again = ray_nodes.run(config, "--train.load_checkpoint_path", "auto")
     assert again.wait(400) == 0, again.output

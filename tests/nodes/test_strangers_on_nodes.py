@@ -164,9 +164,9 @@ def test_another_user_changes_no_file_of_a_run_and_reads_what_the_umask_allows(t
         "run_task_here('train_text', tiny_text_config(home, data=data, train={'max_steps': 2, 'save_steps': 1}))\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, timeout=300)
-    left = {*Path("/tmp").glob("sfumato*"), *Path("/dev/shm").glob("sfumato*")} - before
+    leftovers = {*Path("/tmp").glob("sfumato*"), *Path("/dev/shm").glob("sfumato*")} - before
     command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "/usr/bin/env", "python3", "-c", VISITOR]
-    places = [tmp_path / "run", tmp_path / "cache", *left]
+    places = [tmp_path / "run", tmp_path / "cache", *leftovers]
     done = subprocess.run([*command, *map(str, places)], capture_output=True, text=True, timeout=100, check=True)
     changed, read = done.stdout.splitlines()
     assert changed == "changed"

@@ -89,10 +89,11 @@ def test_nothing_stays_behind(end: str | signal.Signals, tmp_path: Path) -> None
             driver.kill()
     driver.wait(60)
     gone = time.monotonic()
-    while left := marked(mark):
+    while remaining := marked(mark):
         waited = time.monotonic() - gone
-        idle = {pid: value for pid, value in left.items() if "Agent" in value}  # they ask Ray's dead head for a minute
-        assert waited < 20 or (left == idle and waited < 120), left
+        # agents ask Ray's dead head for a minute
+        idle = {pid: value for pid, value in remaining.items() if "Agent" in value}
+        assert waited < 20 or (remaining == idle and waited < 120), remaining
         time.sleep(0.1)
 
 

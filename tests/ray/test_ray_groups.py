@@ -50,9 +50,9 @@ def test_more_groups_are_drawn_by_the_version_of_their_iteration(cluster: Cluste
         more_groups=lambda *args: until_enough(*args, shown),
     )
     groups = [group for group in range(6) for _ in range(2)]
-    assert [each[:3] for each in drawn_by(stream)] == [
+    assert [drawn[:3] for drawn in drawn_by(stream)] == [
         (step, groups, [max(step - staleness, 0)] * 12) for step in range(3)
     ]
-    assert [(len(each[1]), each[2]) for each in shown] == [(1, 3), (2, 4), (3, 5), (4, 5), (5, 5), (6, 6)] * 3
+    assert [(len(entry[1]), entry[2]) for entry in shown] == [(1, 3), (2, 4), (3, 5), (4, 5), (5, 5), (6, 6)] * 3
     for role in (sampler, scorer, actor):
         role.close()

@@ -32,8 +32,8 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        own = {"train": {"max_steps": STEPS}, "eval": {"every_steps": STEPS}, "rollout": {"micro_batch_size": 4}}
-        self.base = tiny_rl_config(folder, **own)
+        settings = {"train": {"max_steps": STEPS}, "eval": {"every_steps": STEPS}, "rollout": {"micro_batch_size": 4}}
+        self.base = tiny_rl_config(folder, **settings)
         self.done: dict[str, Path] = {}
 
     def config(self, name: str, overrides: dict[str, Any]) -> dict[str, Any]:

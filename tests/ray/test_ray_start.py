@@ -40,15 +40,17 @@ def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path, monkeypatch: pyt
         if first:
             return get_node(*arguments)
         first.extend(set(psutil.Process().children(recursive=True)) - earlier)
-        names.extend(each.name() for each in first)
+        names.extend(process.name() for process in first)
         raise ValueError("the node timed out during startup")
 
     monkeypatch.setattr(services, "get_node", fail_once)
     with start_cluster(RuntimeConfig(backend="ray", object_store_gb=0.1), run_in(tmp_path), num_cpus=1, num_gpus=0):
         assert {"gcs_server", "raylet"} <= set(names), "it had started them"
         deadline = time.monotonic() + 90  # Ray's agents end when they miss their raylet
-        while left := [each for each in first if each.is_running() and each.status() != psutil.STATUS_ZOMBIE]:
-            assert time.monotonic() < deadline, left
+        while alive := [
+            process for process in first if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        ]:
+            assert time.monotonic() < deadline, alive
             time.sleep(0.1)
     assert "timed out during startup; trying once more" in (tmp_path / "log.txt").read_text()
 

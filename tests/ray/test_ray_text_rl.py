@@ -72,8 +72,8 @@ def test_fully_asynchronous_within_the_bound(tmp_path: Path) -> None:
 
 def partial_on_ray(tmp_path: Path, name: str, *overrides: dict[str, Any]) -> Path:
     config = partial_config(tmp_path, train={"output_dir": str(tmp_path / name)})
-    for each in (APART, *overrides):
-        config = merge(config, each)
+    for override in (APART, *overrides):
+        config = merge(config, override)
     done = run_task_process("rl_text", write_config(config, tmp_path / f"{name}.yaml"), timeout_s=400)
     assert done.returncode == 0, done.output
     return done.output_dir

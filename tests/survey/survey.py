@@ -406,21 +406,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.survey.survey", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", choices=[[], *NAMES], help="architectures; all, when none is given")
     parser.add_argument("--write", action="store_true", help="write docs/architectures.md")
-    given = parser.parse_args(arguments)
-    if given.write and given.names:
+    options = parser.parse_args(arguments)
+    if options.write and options.names:
         parser.error("--write takes all architectures")
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
     results = {}
-    for number, name in enumerate(given.names or NAMES, 1):
+    for number, name in enumerate(options.names or NAMES, 1):
         began = time.perf_counter()
         results[name] = survey(name)
         seconds = time.perf_counter() - began
         print(f"{number:3d} {name:26s}{seconds:6.1f} s  {' | '.join(cell.short for cell in results[name].values())}")
         for title, cell in results[name].items():
-            if cell.verdict != "equal" and (given.names or cell.verdict != "refused"):
+            if cell.verdict != "equal" and (options.names or cell.verdict != "refused"):
                 print(f"      {title}: {cell.text}")
-    if given.write:
+    if options.write:
         PAGE.write_text(page(results), encoding="utf-8")
 
 

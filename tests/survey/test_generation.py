@@ -110,8 +110,8 @@ def _generated(name: str, model: LanguageModel, prompt: list[int]) -> list[int]:
     plain = _with_attention(name, _module(name), attention).eval()
     plain.generation_config = GenerationConfig()  # no token is forced, or kept from ending a text
     settings = {"max_new_tokens": NEW, "do_sample": False, "pad_token_id": 0}
-    given = torch.tensor([prompt])
+    prompt_ids = torch.tensor([prompt])
     result = plain.generate(
-        given, attention_mask=torch.ones_like(given), generation_config=GenerationConfig(**settings)
+        prompt_ids, attention_mask=torch.ones_like(prompt_ids), generation_config=GenerationConfig(**settings)
     )
     return result[0, len(prompt) :].tolist()
