@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,21 @@ import torch
 from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, Qwen3ForCausalLM
 
+from sfumato.config.sections import LoraConfig
+from sfumato.config.text import LanguageModelConfig
+from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import ConfigError
+from sfumato.models.language.load import build_language_model
 from sfumato.models.language.row_cache import cache_argument
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.row_choice import choose_rows
 from tests.survey.tiny_configs import tiny_config
-from tests.tiny import tiny_language_description
+from tests.tiny import tiny_language_description, write_config
 
 WARM = Sampling(temperature=0.7, stop_token_ids=(2, 7, 9))
 
@@ -224,6 +231,19 @@ def test_long_prompts_are_computed_in_parts_and_in_half_precision() -> None:
         result = complete(engine, requests, WARM)
         assert type(engine._rows).__name__ == "CachedRows"
         assert 1e-3 < farthest(module, requests, result, 0.7) < 0.3
+
+
+def test_float32_adapters_beside_a_model_in_bf16_are_drawn_with(tmp_path: Path) -> None:
+    described = write_config(tiny_language_description(), tmp_path / "model.yaml")
+    config = LanguageModelConfig(
+        config_path=str(described), tokenizer_path="bytes", dtype="bf16", lora=LoraConfig(rank=2)
+    )
+    train = TextTrainConfig(output_dir="unused", mixed_precision="bf16")
+    model = build_language_model(config, train)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
+    assert {parameter.dtype for parameter in model.plain.parameters()} == {torch.float32, torch.bfloat16}
+    _, why_not = choose_rows(Forward(model.plain, model.autocast), 24, 1024)
+    assert why_not is None
 
 
 def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:

@@ -90,8 +90,10 @@ class Forward:
 
     @contextmanager
     def in_full_precision(self) -> Iterator[None]:
-        """Inside the block, autocast is off."""
-        self._is_precise = True
+        """Inside the block, autocast is off, but for weights of several dtypes, which it alone brings together: float32
+        adapters beside a model in bf16."""
+        dtypes = {weight.dtype for weight in self.module.parameters() if weight.is_floating_point()}
+        self._is_precise = len(dtypes) == 1
         try:
             yield
         finally:
