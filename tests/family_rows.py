@@ -145,7 +145,7 @@ def call_stable_diffusion(
 
 def call_wan(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor, scale: float, images: Any) -> Any:
     follow_the_grid(pipeline)
-    embeds = [wan_prompt_embeds(pipeline, each, row.tokens) for each in (prompts, [""] * len(prompts))]
+    embeds = [wan_prompt_embeds(pipeline, texts, row.tokens) for texts in (prompts, [""] * len(prompts))]
     more: dict[str, Any] = {"guidance_scale": scale, "num_frames": 1, "prompt_embeds": embeds[0]}
     if scale > 1:
         more["negative_prompt_embeds"] = embeds[1]
@@ -400,7 +400,11 @@ def call_ltx2(row: Row, pipeline: Any, prompts: list[str], latents: torch.Tensor
 def ltx2_guidance(scale: float) -> dict[str, float]:
     """Guidance by two branches alone, of both parts."""
     off = {"stg_scale": 0.0, "modality_scale": 1.0, "guidance_rescale": 0.0}
-    return {name: value for each, value in {"guidance_scale": scale, **off}.items() for name in (each, f"audio_{each}")}
+    return {
+        name: value
+        for video_name, value in {"guidance_scale": scale, **off}.items()
+        for name in (video_name, f"audio_{video_name}")
+    }
 
 
 def unpack_pixels(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:

@@ -46,21 +46,21 @@ def fields_of(schema: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, 
         yield path, []
         inside = [*_inside(field.annotation), *field.metadata]
         entry = f"{path}.0" if list in map(typing.get_origin, inside) else path
-        for section in (each for each in inside if isinstance(each, type) and issubclass(each, BaseModel)):
+        for section in (part for part in inside if isinstance(part, type) and issubclass(part, BaseModel)):
             yield from fields_of(section, f"{entry}.")
-        for variant in (each for each in inside if isinstance(each, Variant)):
+        for variant in (part for part in inside if isinstance(part, Variant)):
             for kind, cls in find_variants(variant.source).items():
                 fields = [field for field in dataclasses.fields(cls) if field.init]
                 needed = [field.name for field in fields if field.default is dataclasses.MISSING]
-                around = [f"--{entry}.type={kind}", *(f"--{entry}.{each}={REQUIRED.get(each, 'x')}" for each in needed)]
-                for each in fields:
-                    yield f"{entry}.{each.name}", around
+                around = [f"--{entry}.type={kind}", *(f"--{entry}.{name}={REQUIRED.get(name, 'x')}" for name in needed)]
+                for setting in fields:
+                    yield f"{entry}.{setting.name}", around
 
 
 def _inside(annotation: Any) -> Iterator[Any]:
     yield annotation
-    for each in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())):
-        yield from _inside(each)
+    for part in (*typing.get_args(annotation), *getattr(annotation, "__metadata__", ())):
+        yield from _inside(part)
 
 
 def hostile_arguments(schema: type[BaseModel], every: int = 1) -> Iterator[list[str]]:

@@ -78,8 +78,8 @@ class Spoiler(Reward):
 
 def spoil(values: dict[str, np.ndarray], metadata: list[dict[str, Any]]) -> np.ndarray:
     """A combination of one's own that changes what it is given."""
-    for each in values.values():
-        each += 100
+    for array in values.values():
+        array += 100
     for row in metadata:
         row["list"].append("spoiled")
     return np.ones(len(metadata))

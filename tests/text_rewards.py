@@ -17,7 +17,8 @@ class Ascii(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         return [
-            sum(each.isascii() for each in sample.text or "") / max(len(sample.text or ""), 1) for sample in samples
+            sum(character.isascii() for character in sample.text or "") / max(len(sample.text or ""), 1)
+            for sample in samples
         ]
 
 

@@ -116,8 +116,8 @@ def tiny_dit_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
 
 def tiny_dit_dpo_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:
     """A ``tasks/train_dit_dpo.py`` run of 6 steps of 4 glyph pairs, with 4 held-out ones; in ``tmp_path/run``."""
-    own = {"dpo": {"beta": 100.0}, "eval": {"every_steps": 3, "num_rows": 4}}
-    return merge(tiny_dit_config(tmp_path), merge(own, overrides))
+    settings = {"dpo": {"beta": 100.0}, "eval": {"every_steps": 3, "num_rows": 4}}
+    return merge(tiny_dit_config(tmp_path), merge(settings, overrides))
 
 
 def tiny_rl_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:

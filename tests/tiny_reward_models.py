@@ -337,8 +337,8 @@ def _processor(processor_class: Any) -> Any:
 
 def _save(folder: Path, model: torch.nn.Module, seed: int, *others: Any) -> Path:
     randomise(model, seed)
-    for each in (model, *others):
-        each.save_pretrained(folder)
+    for part in (model, *others):
+        part.save_pretrained(folder)
     return folder
 
 

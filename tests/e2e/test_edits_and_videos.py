@@ -358,10 +358,10 @@ def test_rewards_see_the_source_of_an_edit(pipelines: Callable[[str], Path], tmp
     task.build_scorer = lambda config, with_engines=True: Scorer([Watched()])
     run_task_here(task, config)
     assert len(seen) == 2 * 8 + 2 * 2
-    for each in seen:
-        letter = "ABCD".index(each.prompt.split('"')[1])
-        assert each.source.shape == (16, 16, 3) and (each.source == 40 * letter).all()
-        assert each.metadata == {"target": "A"}
+    for sample in seen:
+        letter = "ABCD".index(sample.prompt.split('"')[1])
+        assert sample.source.shape == (16, 16, 3) and (sample.source == 40 * letter).all()
+        assert sample.metadata == {"target": "A"}
 
 
 @pytest.mark.parametrize("kind", ["column", "file", "broken"])
@@ -420,8 +420,8 @@ def test_videos_and_their_first_frames_from_files(pipelines: Callable[[str], Pat
     clips.mkdir()
     for index in range(4):
         frames = [Image.fromarray(np.full((32, 32, 3), 20 * index + 5 * f, np.uint8)) for f in range(9)]
-        kept = frames[:3] if index == 2 else frames
-        kept[0].save(clips / f"{index}.webp", save_all=True, append_images=kept[1:], lossless=True)
+        clip_frames = frames[:3] if index == 2 else frames
+        clip_frames[0].save(clips / f"{index}.webp", save_all=True, append_images=clip_frames[1:], lossless=True)
         rows.append({"video": f"{index}.webp", "text": f'write "{index}"'})
     (clips / "3.webp").write_bytes(b"junk")
     frames[0].save(clips / "first.png")

@@ -113,7 +113,7 @@ def run(words: list[str], copy: Path, **environment: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "command", [each for each in RUN if "tasks/" in each.text and "--help" not in each.words], ids=str
+    "command", [command for command in RUN if "tasks/" in command.text and "--help" not in command.words], ids=str
 )
 def test_a_task_runs_as_the_page_says(command: Command, copy: Path) -> None:
     words = list(command.words)
@@ -144,7 +144,7 @@ def shorten_what_makes_the_model(copy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [each for each in RUN if "tasks/" not in each.text or "--help" in each.words], ids=str
+    "command", [command for command in RUN if "tasks/" not in command.text or "--help" in command.words], ids=str
 )
 def test_another_command_runs_as_the_page_says(command: Command, copy: Path) -> None:
     words = list(command.words)

@@ -111,10 +111,10 @@ def test_a_late_run_that_was_killed_goes_on_with_the_samples_of_the_policy_befor
 @pytest.mark.slow
 def test_what_the_sampler_is_sent_is_the_policy_that_samples(runs: Runs) -> None:
     base = {key: value for key, value in runs.base.items() if key != "algorithm"}
-    own = {"algorithm": {"recipe": "diffusion_nft", "sample_with": "old"}, "rollout": {"micro_batch_size": 4}}
+    settings = {"algorithm": {"recipe": "diffusion_nft", "sample_with": "old"}, "rollout": {"micro_batch_size": 4}}
     folders = []
     for name, overrides in (("old hybrid", {}), ("old apart", APART)):
-        config = merge(merge(merge(base, own), overrides), {"train": {"output_dir": str(runs.folder / name)}})
+        config = merge(merge(merge(base, settings), overrides), {"train": {"output_dir": str(runs.folder / name)}})
         folders.append(run_task_here("rl_diffusion_forward", config))
     assert metrics_of(folders[0]) == metrics_of(folders[1])
     assert weights_in(folders[0] / "hf_ckpt") == weights_in(folders[1] / "hf_ckpt")

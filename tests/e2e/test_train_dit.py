@@ -140,14 +140,14 @@ def test_buckets_train_the_mean_over_samples_one_by_one(tmp_path: Path, shapes: 
         assert batch.latents.shape[1:] == model.latent_shape(*batch.size)
         for row in range(batch.num_images):
             one = slice(row, row + 1)
-            own = replace(
+            single = replace(
                 batch,
                 latents=batch.latents[one],
                 conditioning=batch.conditioning.rows(one),
                 sample_ids=batch.sample_ids[one],
             )
             with torch.no_grad():
-                alone.setdefault(step, []).append(float(losses_of(model, own, flow, seed, step)))
+                alone.setdefault(step, []).append(float(losses_of(model, single, flow, seed, step)))
         return losses_of(model, batch, flow, seed, step)
 
     task = load_task("train_dit")

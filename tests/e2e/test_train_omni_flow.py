@@ -48,8 +48,10 @@ def whole(settings: dict) -> Path:
 def opened(settings: dict, folder: Path):
     parsed = load_config(TrainOmniConfig, write_config(settings, folder / "config.yaml"))
     mesh, model = build_mesh(parsed.train), build_omni_model(parsed)
-    given = (print, None, lambda length: float(length))
-    data = open_text_data(parsed, model.tokenizer, mesh, *given, sight=FlopCount(model.module, model.vision).sight)
+    printing_and_costs = (print, None, lambda length: float(length))
+    data = open_text_data(
+        parsed, model.tokenizer, mesh, *printing_and_costs, sight=FlopCount(model.module, model.vision).sight
+    )
     return parsed, mesh, model, data
 
 
@@ -65,9 +67,9 @@ def test_the_loss_is_flow_matching_told_hidden_states_of_transformers(settings: 
     text, images, count, tokens = 0.0, [], 0, 0
     for batch in batches:
         for number, sample_id in enumerate(batch.sample_ids):
-            own = batch.document_ids[0] == number
-            own[sum(batch.document_lengths) :] = False
-            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
+            in_document = batch.document_ids[0] == number
+            in_document[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, in_document], batch.labels[0, in_document]
             media = {name: value for name, value in batch.media[number].items() if name != "drawn_latents"}
             with torch.no_grad():
                 result = model.module.eval()(input_ids=ids[None], output_hidden_states=True, **media)
@@ -82,9 +84,9 @@ def test_the_loss_is_flow_matching_told_hidden_states_of_transformers(settings: 
                     sigma = draw_sigma(uniform, "logit_normal", 0.0, 1.0, 1.0)
                     noise = keyed_normal(latents.shape, parsed.train.seed, "noise", 0, key, latents.device)[0]
                     hidden = result.hidden_states[-1][:, drawn]
-                    given = ((1 - sigma) * latents + sigma * noise)[None], hidden, hidden.mean(1), sigma * 1000
+                    head_inputs = ((1 - sigma) * latents + sigma * noise)[None], hidden, hidden.mean(1), sigma * 1000
                     with torch.no_grad():
-                        velocity = model.module.flow_head(*given, return_dict=False)[0][0]
+                        velocity = model.module.flow_head(*head_inputs, return_dict=False)[0][0]
                     images.append(float(((velocity - (noise - latents)) ** 2).mean()) / 4)
                 count += 1
     assert count > 1
@@ -116,7 +118,8 @@ def test_each_part_of_the_export_is_what_its_library_loads(settings: dict, whole
     parsed, mesh, model, (_, validation, _) = opened(merge(settings, {"model": again}), tmp_path)
     model.parallelize(mesh, parsed.train)
     drawing = [prompt for prompt in validation.prompts if any(token in model.codes for token in prompt.answer)]
-    prompt = next(each for each in drawing if len(each.images.shapes) == 1)  # which is the one that is drawn
+    # one image, which is the one that is drawn
+    prompt = next(prompt for prompt in drawing if len(prompt.images.shapes) == 1)
     text = model.tokenizer.decode(prompt.input_ids, skip_special_tokens=True).split("user\n")[1].split("\n")[0]
 
     config = ModelConfig(model_path=str(folder / "drawing"), family=FAMILY)

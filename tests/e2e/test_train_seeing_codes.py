@@ -49,9 +49,9 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
     for (scores, placed), batch in zip(built.score(validation.batches), validation.batches, strict=True):
         ours = scores.log_probs(placed.labels)[0]
         for number in range(len(batch.document_lengths)):
-            own = batch.document_ids[0] == number
-            own[sum(batch.document_lengths) :] = False
-            ids, labels = batch.input_ids[0, own], batch.labels[0, own]
+            in_document = batch.document_ids[0] == number
+            in_document[sum(batch.document_lengths) :] = False
+            ids, labels = batch.input_ids[0, in_document], batch.labels[0, in_document]
             actual = 50 + batch.sample_ids[number]
             sizes = [(16 + 8 * (actual % 3), 24 + 8 * index) for index in range(actual % 3)]
             images = [Image.open(io.BytesIO(picture(*size, actual))).convert("RGB") for size in sizes]
@@ -62,15 +62,15 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
             messages[1]["content"] = [{"type": "text", "text": messages[1]["content"]}]
             text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
             more = {"return_for_text_completion": True} if kind == "chameleon" else {}
-            given = processor(text=[text], images=images or None, return_tensors="pt", **more)
-            assert len(ids) == len(given["input_ids"][0])
-            seen = ids != given["input_ids"][0]
-            assert (given["input_ids"][0][seen] == processor.image_token_id).all()
+            inputs = processor(text=[text], images=images or None, return_tensors="pt", **more)
+            assert len(ids) == len(inputs["input_ids"][0])
+            seen = ids != inputs["input_ids"][0]
+            assert (inputs["input_ids"][0][seen] == processor.image_token_id).all()
             assert bool(seen.any()) == bool(images)
             with torch.no_grad():
-                logits = plain(**given).logits[0]
+                logits = plain(**inputs).logits[0]
             expected = logits.log_softmax(-1).gather(1, labels.clamp(min=0)[:, None])[:, 0]
-            assert torch.allclose(ours[own], expected.masked_fill(labels == IGNORED, 0), atol=1e-6, rtol=1e-6)
+            assert torch.allclose(ours[in_document], expected.masked_fill(labels == IGNORED, 0), atol=1e-6, rtol=1e-6)
             compared.add(len(images))
     assert compared >= {0, 1}
     first = weights_in(run / "hf_ckpt")

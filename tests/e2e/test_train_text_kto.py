@@ -52,10 +52,12 @@ def log_ratios(policy, reference, tokenizer, prompts, answers):
     actual = []
     for prompt, text in zip(prompts, answers, strict=True):
         begin = f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-        ids, given = (tokenizer(each, return_tensors="pt")["input_ids"] for each in (f"{begin}{text}<|im_end|>", begin))
+        ids, prompt_ids = (
+            tokenizer(words, return_tensors="pt")["input_ids"] for words in (f"{begin}{text}<|im_end|>", begin)
+        )
         with torch.no_grad():
             sums = [
-                model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[given.shape[1] - 1 :].sum()
+                model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[prompt_ids.shape[1] - 1 :].sum()
                 for model in (policy, reference)
             ]
         actual.append(sums[0] - sums[1])

@@ -102,4 +102,4 @@ class Ascending(Reward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         whole = [[int(word) for word in f"{sample.prompt} {sample.text}".split()] for sample in samples]
-        return [sum(b == (a + 1) % INTEGERS for a, b in pairwise(each)) / (len(each) - 1) for each in whole]
+        return [sum(b == (a + 1) % INTEGERS for a, b in pairwise(numbers)) / (len(numbers) - 1) for numbers in whole]
