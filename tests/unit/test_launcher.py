@@ -110,7 +110,15 @@ def test_a_rank_that_was_asked_to_stop_has_as_long_as_its_step_takes(tmp_path):
     assert started.end() == (143, "stopped by signal after step 1; the state is saved\n")
 
 
-def test_a_stop_before_the_ranks_listen_is_a_stop(tmp_path):
+@pytest.fixture
+def not_under_nohup():
+    """What is started hears SIGHUP, though these tests may themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+def test_a_stop_before_the_ranks_listen_is_a_stop(tmp_path, not_under_nohup):
     started = Started(tmp_path, "(folder / f'ready{rank}').touch()\ntime.sleep(60)")
     started.wait_for("ready0", "ready1")
     started.process.send_signal(signal.SIGHUP)

@@ -74,10 +74,11 @@ def test_closed_standard_streams_are_no_file_of_the_run(closed: str, tmp_path: P
     assert int(path.read_text()) > 2
 
 
-def test_under_nohup_a_lost_terminal_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert hangup() == [signal.SIGHUP]
-    kept = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+def test_under_nohup_a_lost_terminal_stops_nothing() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
     try:
+        assert hangup() == [signal.SIGHUP]
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         assert hangup() == []
     finally:
-        signal.signal(signal.SIGHUP, kept)
+        signal.signal(signal.SIGHUP, before)
