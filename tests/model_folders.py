@@ -36,7 +36,12 @@ GLM = """[gMASK]<sop>
     {%- else %}
         {{- '<|' + m.role + '|>\\n' + m.content }}
         {%- for call in m.tool_calls or [] %}
-            {{- '\\n<tool_call>' + call.function.name + '\\n' + call.function.arguments | tojson + '\\n</tool_call>' }}
+            {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+            {%- for key, value in call.function.arguments.items() %}
+                {{- '<arg_key>' + key + '</arg_key>\\n<arg_value>' }}
+                {{- (value if value is string else value | tojson) + '</arg_value>\\n' }}
+            {%- endfor %}
+            {{- '</tool_call>' }}
         {%- endfor %}
     {%- endif %}
 {%- endfor %}

@@ -782,7 +782,7 @@ def make_answers(folder: Path) -> Reader:
     from sfumato.rewards.answers import choice_of, extract_answer, has_thought, last_boxed, same_text
     from sfumato.rewards.coding.tests import code_of
     from sfumato.rollout.agents.calculator import CalculationError, calculate
-    from sfumato.rollout.agents.tool_calls import hermes_calls, inline_call, without_hermes_calls
+    from sfumato.rollout.agents.tool_calls import inline_call, read_calls, without_calls
 
     seeds = [
         b'<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call> and <answer>42</answer>',
@@ -793,8 +793,8 @@ def make_answers(folder: Path) -> Reader:
 
     def read(content: bytes, place: Path) -> None:
         text = content.decode("utf-8", "surrogateescape")
-        hermes_calls(text)
-        without_hermes_calls(text)
+        read_calls(text)
+        without_calls(text)
         inline_call(text)
         for how in ("boxed", "marker", "last_number", "tags", "all"):
             if result := extract_answer(text, how, "####"):

@@ -16,7 +16,7 @@ from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rollout.agents.calculator import CalculationError, calculate
-from sfumato.rollout.agents.tool_calls import hermes_calls, inline_call, without_hermes_calls
+from sfumato.rollout.agents.tool_calls import inline_call, read_calls, without_calls
 from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
 from sfumato.rollout.kinds.single_turn import SingleTurn
@@ -108,17 +108,17 @@ def test_what_the_calculator_refuses(expression):
 # Calls
 
 
-def test_hermes_calls():
+def test_read_calls():
     text = 'so <tool_call>\n{"name": "a", "arguments": {"x": 1}}\n</tool_call> and <tool_call>{"name": "b"}</tool_call>'
-    assert [(call.name, call.arguments) for call in hermes_calls(text)] == [("a", {"x": 1}), ("b", {})]
-    assert without_hermes_calls(text) == "so  and" and hermes_calls("<tool_call>{}") == []
-    (nested,) = hermes_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 2}"}</tool_call>')
+    assert [(call.name, call.arguments) for call in read_calls(text)] == [("a", {"x": 1}), ("b", {})]
+    assert without_calls(text) == "so  and" and read_calls("<tool_call>{}") == []
+    (nested,) = read_calls('<tool_call>{"name": "a", "arguments": "{\\"x\\": 2}"}</tool_call>')
     assert nested.arguments == {"x": 2}
     quoting = '<tool_call>{"name": "a", "arguments": {"x": "</tool_call> ends a call"}} </tool_call> so'
-    (call,) = hermes_calls(quoting)
-    assert call.arguments == {"x": "</tool_call> ends a call"} and without_hermes_calls(quoting) == "so"
+    (call,) = read_calls(quoting)
+    assert call.arguments == {"x": "</tool_call> ends a call"} and without_calls(quoting) == "so"
     for nothing in ("null", '""'):
-        assert hermes_calls(f'<tool_call>{{"name": "a", "arguments": {nothing}}}</tool_call>')[0].arguments == {}
+        assert read_calls(f'<tool_call>{{"name": "a", "arguments": {nothing}}}</tool_call>')[0].arguments == {}
     problems = {
         "{": "not valid JSON",
         '{"name": "a"} {"name": "b"}': "not valid JSON",
@@ -128,8 +128,85 @@ def test_hermes_calls():
         '{"name": "a", "arguments": "{"}': "the arguments are not valid JSON",
     }
     for content, problem in problems.items():
-        (call,) = hermes_calls(f"<tool_call>{content}</tool_call>")
+        (call,) = read_calls(f"<tool_call>{content}</tool_call>")
         assert problem in call.problem
+
+
+SEARCH = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query": {"type": "string"},
+                "count": {"type": "integer"},
+                "exact": {"anyOf": [{"type": "boolean"}, {"type": "null"}]},
+                "tags": {"type": "array", "items": {"type": "string"}},
+            },
+        },
+    },
+}
+QWEN = """<tool_call>
+<function=search>
+<parameter=query>
+12 </tool_call> <parameter=x>
+
+</parameter>
+<parameter=count>
+3
+</parameter>
+<parameter=exact>
+True
+</parameter>
+<parameter=tags>
+["x", "3"]
+</parameter>
+</function>
+</tool_call>"""
+GLM = (
+    "<tool_call>search\n<arg_key>query</arg_key>\n<arg_value>12 </tool> <arg_key>\n</arg_value>\n"
+    "<arg_key>count</arg_key><arg_value>3</arg_value><arg_key>exact</arg_key>\n<arg_value>true</arg_value>\n<arg_key>tags</arg_key>\n"
+    '<arg_value>["x", "3"]</arg_value>\n</tool_call>'
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "query"), [(QWEN, "12 </tool_call> <parameter=x>\n"), (GLM, "12 </tool> <arg_key>\n")], ids=["qwen", "glm"]
+)
+def test_values_that_are_written_as_texts_have_the_types_of_the_schema(text, query):
+    """As the templates of Qwen3-Coder, Qwen3.5 and GLM-4.5 write them."""
+    values = {"query": query, "count": 3, "exact": True, "tags": ["x", "3"]}
+    texts = {"count": "3", "exact": "True" if "True" in text else "true", "tags": '["x", "3"]'}
+    for tools, arguments in (
+        ([SEARCH], values),
+        ([], values | texts),
+        ([{"function": {"name": "search"}}], values | texts),
+    ):
+        first, second = read_calls(f"<think>{text}</think>\n{text}\n{text}", tools)
+        assert (first.name, first.arguments, first.problem) == ("search", arguments, "") and first == second
+    assert without_calls(f"so {text}") == "so"
+    empty = {"function": {"name": "search", "parameters": {"properties": {"count": {"type": ["integer", "null"]}}}}}
+    for count, expected in (("null", None), ("None", None), ("many", "many")):
+        (call,) = read_calls(
+            f"<tool_call><function=search><parameter=count>{count}</parameter></function></tool_call>", [empty]
+        )
+        assert call.arguments == {"count": expected}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("<function=a>", "a call must be <function=NAME>"),
+        ("<function=a> 12</function>", "with <parameter=KEY>"),
+        ("<function=a><parameter=x>1</function>", "with <parameter=KEY>"),
+        ("a <arg_key>x</arg_key>", "each <arg_key> must be closed"),
+        ("a <arg_key>x</arg_key> 1 </arg_value>", "followed by an <arg_value>"),
+    ],
+)
+def test_what_is_wrong_with_such_calls_is_said(content, problem):
+    (call,) = read_calls(f"<tool_call>{content}</tool_call>")
+    assert problem in call.problem
 
 
 THOUGHTS = {
@@ -146,9 +223,9 @@ THOUGHTS = {
 def test_calls_in_thoughts_are_none(case):
     pattern, names = THOUGHTS[case]
     text = pattern.format(**{name: f'<tool_call>{{"name": "{name}"}}</tool_call>' for name in "xab"})
-    calls = hermes_calls(text)
+    calls = read_calls(text)
     assert "".join(call.name for call in calls) == names and not any(call.problem for call in calls)
-    assert without_hermes_calls(text).count("<tool_call>") == text.count("<tool_call>") - len(names)
+    assert without_calls(text).count("<tool_call>") == text.count("<tool_call>") - len(names)
 
 
 def test_inline_calls():
@@ -477,12 +554,20 @@ def test_what_cannot_be_is_refused(fields, why):
         ToolUse(**fields).prepare(template_of())
 
 
-@pytest.mark.parametrize("model", ["glm4_5", "gpt_oss"])
-def test_a_template_that_writes_calls_in_another_form_is_refused(model):
+def template_with_tools(model):
+    """A tokenizer with the published syntax of calls, whose template shows tools."""
     tokenizer = model_folders.build_tokenizer(model)
     tokenizer.chat_template = "{{ tools | tojson if tools }}" + tokenizer.chat_template
-    with pytest.raises(ConfigError, match=r"hermes reads <tool_call> with JSON, but .* writes a call as '.*calculator"):
-        ToolUse().prepare(template_of(None, tokenizer))
+    return template_of(None, tokenizer)
+
+
+def test_a_template_that_writes_calls_in_another_form_is_refused():
+    with pytest.raises(ConfigError, match=r"hermes reads calls in <tool_call>, but .* writes one as '.*calculator"):
+        ToolUse().prepare(template_with_tools("gpt_oss"))
+
+
+def test_a_template_that_writes_calls_as_glm_is_taken():
+    ToolUse().prepare(template_with_tools("glm4_5"))
 
 
 def test_a_template_without_tools_is_refused():

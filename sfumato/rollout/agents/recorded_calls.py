@@ -22,7 +22,7 @@ from sfumato.data.text.chat import Message
 from sfumato.data.text.messages import without_nulls
 from sfumato.data.text.prompt_template import PromptTemplate, Tools, check_prompt
 from sfumato.errors import DataError
-from sfumato.rollout.agents.tool_calls import ToolCall, hermes_calls, without_hermes_calls
+from sfumato.rollout.agents.tool_calls import ToolCall, read_calls, without_calls
 from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.text.growing_sequence import GrowingSequence
@@ -136,7 +136,7 @@ class Session:
                 new_tokens = tokens_between(self.template, new_messages, point.last_token, tools)
         except DataError as error:
             raise RefusedCallError(str(error)) from error
-        reply, end = await self._draw(point, new_tokens, max_new_tokens, has_tools=bool(tools))
+        reply, end = await self._draw(point, new_tokens, max_new_tokens, tools=tools)
         self.text = reply.text
         self.messages = [*messages, reply.message]
         end.history = [*history, _comparable(reply.message)]
@@ -162,7 +162,7 @@ class Session:
             new_tokens = ids if point is None else ids[point.length :]
         if point is None and not new_tokens:
             raise RefusedCallError("the prompt is empty")
-        reply, end = await self._draw(point, new_tokens, max_new_tokens, has_tools=False)
+        reply, end = await self._draw(point, new_tokens, max_new_tokens, tools=None)
         self.text = reply.text
         self.messages = None
         end.history = prompt + reply.text if isinstance(prompt, str) else None
@@ -180,7 +180,7 @@ class Session:
         return max(points, key=lambda point: (point.length, point.length == len(point.sequence)), default=None)
 
     async def _draw(
-        self, point: _Point | None, new_tokens: list[int], max_new_tokens: int | None, has_tools: bool
+        self, point: _Point | None, new_tokens: list[int], max_new_tokens: int | None, tools: Tools | None
     ) -> tuple[PolicyReply, _Point]:
         """Draws an answer.
 
@@ -188,7 +188,7 @@ class Session:
             point: whose tokens the answer goes on from; None begins a sequence.
             new_tokens: of the caller, after those of the point.
             max_new_tokens: as in ``chat``.
-            has_tools: whether calls of tools are read from the answer.
+            tools: whose calls are read from the answer; None reads none.
 
         Returns:
             The reply, and where it ends, whose ``history`` and ``tools`` the caller fills in.
@@ -222,7 +222,7 @@ class Session:
         text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids)
         log_probs = sequence.log_probs[-len(drawn_tokens) :] if drawn_tokens else []
         whole_text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids, is_cut=False)
-        message = _message(text, hermes_calls(whole_text) if has_tools else [], whole_text)
+        message = _message(text, read_calls(whole_text, tools) if tools else [], whole_text)
         reply = PolicyReply(text, message, sequence.finish_reason, drawn_tokens, log_probs, len(prompt))
         last_token = None if self.is_truncated else end_token(drawn_tokens, self.sampling)
         return reply, _Point(None, "", sequence, len(sequence), last_token)
@@ -253,7 +253,7 @@ def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
     tool_calls = [
         {"id": f"call_{number}", "type": "function", "function": function} for number, function in enumerate(functions)
     ]
-    return {"role": "assistant", "content": without_hermes_calls(whole), "tool_calls": tool_calls}
+    return {"role": "assistant", "content": without_calls(whole), "tool_calls": tool_calls}
 
 
 def _plain(message: Message) -> Message:

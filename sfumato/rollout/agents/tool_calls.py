@@ -1,19 +1,26 @@
-"""Calls of tools in the text of an answer, in the two syntaxes that models are taught."""
+"""Calls of tools in the text of an answer, in the syntaxes that models are taught."""
 
 from __future__ import annotations
 
+import ast
 import json
 import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
+
+from sfumato.config.open_mappings import JsonObject
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _TAGS = re.compile(r"</?think>|<tool_call>")
+_FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)
+_FUNCTION_END = re.compile(r"</function>\s*(?=</tool_call>)")
+_NAME_AND_KEYS = re.compile(r"([\w.:-]+)\s*((?:<arg_key>.*)?)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -26,15 +33,26 @@ class ToolCall:
     """Why it cannot be read, in words for the model; empty where it can."""
 
 
-def hermes_calls(text: str) -> list[ToolCall]:
-    """Calls ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` of a text, as Hermes and Qwen write them.
+def read_calls(text: str, tools: Sequence[JsonObject] = ()) -> list[ToolCall]:
+    """The calls of a text, each between ``<tool_call>`` and ``</tool_call>``.
+
+    Between the tags stands what one of these families is taught:
+
+    - ``{"name": ..., "arguments": {...}}``: Hermes, Qwen 2.5 and 3, Granite 4;
+    - ``<function=NAME><parameter=KEY>value</parameter></function>``: Qwen3-Coder, Qwen3.5, Nemotron 3;
+    - ``NAME<arg_key>key</arg_key><arg_value>value</arg_value>``: GLM-4.5 and later.
 
     Calls within a thought, ``<think>...</think>``, are none: servers with a parser of thoughts see none there either.
+
+    Args:
+        text: of the answer, with its special tokens.
+        tools: schemas, as chat templates show them, which tell what type a value has that is written without JSON;
+            values of other tools stay texts.
     """
-    return [_hermes_call(text[begin:end].strip()) for begin, end in _find_calls(text)]
+    return [_read_call(text[begin:end].strip(), tools) for begin, end in _find_calls(text)]
 
 
-def without_hermes_calls(text: str) -> str:
+def without_calls(text: str) -> str:
     """A text without its calls."""
     for begin, end in reversed(_find_calls(text)):
         text = text[: begin - len(_OPENING)] + text[end + len(_CLOSING) :]
@@ -65,6 +83,8 @@ def _find_calls(text: str) -> list[tuple[int, int]]:
 
 def _end_of_call(text: str, begin: int) -> int | None:
     """Where the tag stands that closes a call whose content begins at ``begin``; None where no call begins."""
+    if text[begin:].lstrip().startswith("<function=") and (function_end := _FUNCTION_END.search(text, begin)):
+        return function_end.end()
     with suppress(ValueError, RecursionError):  # what is no JSON ends at the first tag
         rest = text[begin:].lstrip()
         _, length = json.JSONDecoder().raw_decode(rest)
@@ -76,8 +96,80 @@ def _end_of_call(text: str, begin: int) -> int | None:
     return None if end < 0 or is_mention else end
 
 
-def _hermes_call(content: str) -> ToolCall:
-    """A call from the JSON between its tags; one with ``problem`` where that is malformed."""
+def _read_call(content: str, tools: Sequence[JsonObject]) -> ToolCall:
+    """A call from what stands between its tags; one with ``problem`` where that is malformed."""
+    if content.startswith("<function="):
+        function = _FUNCTION.fullmatch(content)
+        parts = None if function is None else _split(function[2], "<parameter=", "</parameter>")
+        if function is None or parts is None:
+            return ToolCall("", None, "a call must be <function=NAME>, with <parameter=KEY>value</parameter> within")
+        pairs = [part.partition(">")[::2] for part in parts]
+        # a line break at each end belongs to the syntax
+        values = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+        return _typed_call(function[1], values, tools)
+    if named := _NAME_AND_KEYS.fullmatch(content):
+        parts = _split(named[2], "<arg_key>", "</arg_value>")
+        pairs = [re.split(r"</arg_key>\s*<arg_value>", part, maxsplit=1) for part in parts or ()]
+        if parts is None or any(len(pair) < 2 for pair in pairs):
+            return ToolCall(named[1], None, "each <arg_key> must be closed and followed by an <arg_value>")
+        return _typed_call(named[1], dict(pairs), tools)
+    return _read_json_call(content)
+
+
+def _split(text: str, opening: str, closing: str) -> list[str] | None:
+    """What stands between each pair of tags in a text that holds nothing else; None where it does.
+
+    A pair ends where the next begins, so a value may hold the tags as long as it does not hold both in that order.
+    """
+    before, *pieces = text.split(opening)
+    parts: list[str] = []
+    pending: list[str] = []
+    for piece in pieces:
+        pending.append(piece)
+        if piece.rstrip().endswith(closing):
+            parts.append(opening.join(pending).rstrip().removesuffix(closing))
+            pending = []
+    return None if before.strip() or pending else parts
+
+
+def _typed_call(name: str, values: Mapping[str, str], tools: Sequence[JsonObject]) -> ToolCall:
+    """A call whose values were written as texts, of the types that the tool's schema gives them."""
+    properties: Mapping[str, object] = {}
+    for tool in tools:
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and function.get("name") == name:
+            parameters = function.get("parameters")
+            described = parameters.get("properties") if isinstance(parameters, dict) else None
+            properties = described if isinstance(described, dict) else {}
+    return ToolCall(name, {key: _typed_value(value, properties.get(key)) for key, value in values.items()})
+
+
+def _typed_value(text: str, schema: object) -> object:
+    """A value from its text; the text itself where the schema has strings, or the text is no value of its type.
+
+    Templates write lists and mappings as JSON, and truth values as JSON or as Python does.
+    """
+    if "string" in _types_of(schema):
+        return text
+    for read in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            return read(text.strip())
+    return text
+
+
+def _types_of(schema: object) -> set[str]:
+    """The types that a JSON schema allows; a schema that does not say any has strings."""
+    if not isinstance(schema, dict):
+        return {"string"}
+    options = schema.get("anyOf")
+    if isinstance(options, list):
+        return {name for option in options for name in _types_of(option)}
+    kind = schema.get("type", "string")
+    return {str(name) for name in (kind if isinstance(kind, list) else [kind])}
+
+
+def _read_json_call(content: str) -> ToolCall:
+    """A call from JSON; one with ``problem`` where that is malformed."""
     try:
         call = json.loads(content)
     except (ValueError, RecursionError) as error:

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
-from sfumato.rollout.agents.tool_calls import INLINE_END, ToolCall, hermes_calls, inline_call, tokens_that_end_in
+from sfumato.rollout.agents.tool_calls import INLINE_END, ToolCall, inline_call, read_calls, tokens_that_end_in
 from sfumato.rollout.agents.tools import Tool, ToolResult, build_tool
 from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
@@ -35,7 +35,7 @@ class ToolUse(RolloutKind):
     use: tuple[str, ...] = ("calculator",)
     """Tools: calculator, python (in the sandbox), or functions of your own by import path, my_module:my_function."""
     calls: Literal["hermes", "inline"] = "hermes"
-    """How they are called: hermes is `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, answered by messages of
+    """How they are called: hermes is `<tool_call>` with JSON, or as Qwen3.5 and GLM write it, answered by messages of
     role tool; inline is `calculator(12*34)=`, or `calc(12*34)=`, within an answer, which goes on after the result."""
     max_turns: int = 8
     """Most turns of the policy; who calls a tool in the last one is cut off."""
@@ -87,9 +87,9 @@ class ToolUse(RolloutKind):
                 f"rollout.kind.calls hermes needs a chat template that shows calls of tools: {error}"
             ) from error
         answer = whole.removeprefix(question) if whole.startswith(question) else ""
-        if name in answer and name not in [read.name for read in hermes_calls(answer)]:
+        if name in answer and name not in [read.name for read in read_calls(answer)]:
             raise ConfigError(
-                "rollout.kind.calls hermes reads <tool_call> with JSON, but the chat template writes a call as "
+                "rollout.kind.calls hermes reads calls in <tool_call>, but the chat template writes one as "
                 f"{answer.strip()!r}, and so will the model: set data.chat_template hermes to teach it the other form, "
                 "or read this one in an agent or environment of your own"
             )
@@ -122,6 +122,7 @@ class ToolUse(RolloutKind):
         sequence = GrowingSequence.after_prompt(prompt.token_ids)
         messages = list(prompt.messages or [])
         tools = self.by_name()
+        schemas = [tool.schema for tool in tools.values()]
         results: list[ToolResult] = []
         text = ""
         is_truncated = True  # unless the policy ends a turn by itself
@@ -131,7 +132,7 @@ class ToolUse(RolloutKind):
                 break
             drawn = await sequence.draw(engine, keys.request_seed(turn), room, sampling)
             text = template.decode(drawn, sampling.stop_token_ids, is_cut=False)
-            calls = hermes_calls(text)
+            calls = read_calls(text, schemas)
             text = text if calls else template.decode(drawn, sampling.stop_token_ids)
             messages.append({"role": "assistant", "content": text})
             if sequence.finish_reason == "length" or not calls:
