@@ -45,7 +45,7 @@ def final_text(reply: ChatReply) -> str:
     """The text of a reply after any ``<think>`` block.
 
     Raises:
-        UnreadableError: the judge refused, was cut off, broke off, or ended within its thoughts, where values are drafts.
+        UnreadableError: the judge refused, was cut off, broke off, or ended within its thoughts.
     """
     if reply.refusal or reply.finish_reason == "content_filter":
         raise UnreadableError("the judge refused")

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -117,14 +118,15 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = _keep_id(folder, self._client.create_run(experiment_id, run_name=_name(output_dir)).info.run_id)
-        params = [Param(key, str(value)[:6000]) for key, value in flatten(config).items()]
+        params = [Param(mlflow_name(key), str(value)[:6000]) for key, value in flatten(config).items()]
         for start in range(0, len(params), 100):  # most that one request may hold
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(
-            self._id, [self._metric(key, value, now, step) for key, value in finite_numbers(metrics).items()]
+            self._id,
+            [self._metric(mlflow_name(key), value, now, step) for key, value in finite_numbers(metrics).items()],
         )
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
@@ -184,6 +186,11 @@ def start_service(name: str, output_dir: Path, resumed: bool, config: Mapping[st
             f"train.trackers: {name} does not start ({reason}): log in, or set what it reads from the environment, or "
             "take it off the list"
         ) from error
+
+
+def mlflow_name(name: str) -> str:
+    """A name of a metric or parameter as mlflow takes it: other characters, as of files and rewards, become ``_``."""
+    return re.sub(r"[^\w\-. :/]", "_", name)[-250:]
 
 
 def finite_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:

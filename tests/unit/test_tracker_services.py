@@ -16,7 +16,7 @@ import pytest
 
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.tracking import trackers
-from sfumato.tracking.services import SERVICES, finite_numbers, start_service
+from sfumato.tracking.services import SERVICES, finite_numbers, mlflow_name, start_service
 
 CONFIG = {"train": {"lr": 1e-3, "trackers": ["x"]}, "model": {"lora": None}}
 IMAGES = np.zeros((2, 8, 8, 3), np.uint8)
@@ -98,6 +98,12 @@ def test_a_service_that_does_not_start_is_an_error_in_one_line_with_the_remedy(t
     monkeypatch.setattr(trackers, "check_trackers", lambda names: None)  # looks for a module's file
     with pytest.raises(ConfigError, match=r"mlflow does not start \(KeyError: .*no store.*nobody.*take it off"):
         trackers.build_trackers(["mlflow"], tmp_path)
+
+
+def test_names_that_mlflow_refuses_are_changed():
+    assert mlflow_name("eval/loss/data (1)@v2") == "eval/loss/data _1__v2"
+    assert mlflow_name("reward/clip+ocr") == "reward/clip_ocr" and len(mlflow_name("x" * 300)) == 250
+    assert mlflow_name("perf/tokens_per_s: a-b.c") == "perf/tokens_per_s: a-b.c"
 
 
 @pytest.mark.slow
