@@ -29,6 +29,7 @@ from sfumato.data.background import read_ahead
 from sfumato.data.images.buckets import sort_into_buckets
 from sfumato.data.images.identity import identify_images
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
+from sfumato.data.images.shared_pairs import describe_shared_pairs
 from sfumato.data.loader import IndexBatch, IndexLoader, evaluation_batches
 from sfumato.models.diffusion.base import set_output, set_source_images
 from sfumato.models.diffusion.encoded import EncodedBatch
@@ -58,6 +59,8 @@ def main(config: TrainDitDpoConfig) -> None:
 
     dataset = open_image_pairs(config.data, config.train.seed, run.say)
     held_out = open_held_out_pairs(config.data, config.train.seed, config.eval.num_rows)
+    for line in describe_shared_pairs(dataset, held_out):
+        run.say(line)
     buckets = sort_into_buckets(dataset, config.data, mesh, run.say)
     eval_buckets = None if held_out is None else sort_into_buckets(held_out, config.data, mesh, run.say)
     loader = IndexLoader(len(dataset), config.train, mesh, buckets, run.say)

@@ -18,6 +18,7 @@ from sfumato.data.files.row_table import RowTable, filed_row
 from sfumato.data.files.sources import Sources, open_sources, open_validation
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.images.prompts import check_prompts, load_prompts
+from sfumato.data.images.shared_pairs import describe_shared_pairs
 from sfumato.data.loader import IndexLoader
 from sfumato.data.media.pictures import is_enlarged
 from sfumato.data.media.vision import ImageReader, check_head
@@ -168,6 +169,7 @@ def check_image_data(
     if isinstance(config, TrainDitDpoConfig):
         dataset: Dataset = open_image_pairs(config.data, seed, notes.append)
         held_out = open_held_out_pairs(config.data, seed, config.eval.num_rows)
+        notes += describe_shared_pairs(dataset, held_out)
     else:
         dataset = open_captioned(data, seed, notes.append)
     findings = DataFindings([_look_at_images(data.train_path or "glyphs", dataset, notes)], notes=notes)

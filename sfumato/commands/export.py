@@ -49,6 +49,7 @@ def run(options: argparse.Namespace) -> int:
         write_kohya,
         write_single_files,
     )
+    from sfumato.models.lora import FILES as ADAPTER_FILES
 
     source: Path = options.source
     out: Path = options.out
@@ -60,7 +61,10 @@ def run(options: argparse.Namespace) -> int:
         print(printable(f"{import_lora(source, out)}: adapters of {source}"))
     elif is_export(source):
         if options.merge:
-            raise ConfigError(f"--merge needs the checkpoint: sfumato export {run_of(source)} {out} --merge")
+            if not any((source / name).exists() for name in ADAPTER_FILES):
+                raise ConfigError(f"--merge: {source} has no adapters; they are merged already, or there were none")
+            run = run_of(source) if (run_of(source) / "config.yaml").exists() else "RUN"
+            raise ConfigError(f"--merge needs the checkpoint: sfumato export {run} {out} --merge")
         if not (options.dtype or options.lora or options.gguf or options.comfyui):
             raise ConfigError(f"{source} is exported already: add --dtype, --lora, --comfyui or --gguf, or copy it")
     # before minutes are spent on the export

@@ -15,6 +15,7 @@ from sfumato.config.file_checks import read_json_object
 from sfumato.config.load import load_config, read_yaml
 from sfumato.config.writing import make_new_folder
 from sfumato.errors import CheckpointError, ConfigError
+from sfumato.evaluation.sources import describe_export_of
 from sfumato.models.exportable import Exportable
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -105,9 +106,12 @@ def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
             "(train.output_dir), or one of its checkpoints/global_step_N"
         )
     if not (checkpoint / "checkpoints").is_dir():
+        if (checkpoint / "environment.json").is_file():
+            raise CheckpointError(f"{checkpoint} has no checkpoints; {describe_export_of(checkpoint)}")
         verify_checkpoint(checkpoint)
         return checkpoint.absolute().parent.parent, checkpoint
-    newest = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append)
+    remedy = describe_export_of(checkpoint)
+    newest = newest_intact(list_checkpoints(checkpoint / "checkpoints"), passed_over.append, remedy=remedy)
     if newest is None:
         raise CheckpointError(f"{checkpoint / 'checkpoints'} is empty: the run has saved nothing")
     return checkpoint, newest[1]

@@ -194,7 +194,9 @@ def read_yaml(path: str | Path, as_written: bool = False) -> JsonObject:
         raise ConfigError(f"configuration file {path} {problem}")
     try:
         loaded = parse_yaml(path.read_text(encoding="utf-8-sig"), str(path), as_written)
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"configuration file {path} is not UTF-8 text: {error}; save it as UTF-8") from error
+    except OSError as error:
         raise ConfigError(f"cannot read configuration file {path}: {error}") from error
     if loaded is None:
         return {}

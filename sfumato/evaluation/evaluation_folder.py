@@ -43,7 +43,8 @@ def print_table(evaluation: Evaluation, as_json_text: bool) -> None:
     columns, rows = rows_of(evaluation)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for index, column in enumerate(columns):
-        table.add_column(Text(in_one_line(column)), justify="left" if index == 0 else "right")
+        # folded, not cut off: of a log of 80 columns nothing else is kept
+        table.add_column(Text(in_one_line(column)), justify="left" if index == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(Text(in_one_line(cell)) for cell in row))
     Console().print(table)

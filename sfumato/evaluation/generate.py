@@ -126,6 +126,8 @@ def _language(sources: Sequence[ModelSource], options: GenerationOptions) -> Mod
             if prompts.file is not None:
                 return filed_text_prompts(model, prompts.file, prompts.key, prompts.limit)
             if prompts.texts:
+                if prompts.images and not model.data_type.has_images:
+                    raise ConfigError("--image: this model sees no images: its folder has no processor for them")
                 return model.prompts_of(typed_rows(prompts.texts, prompts.images))
             return text_prompts(model, sources, prompts.limit)
 

@@ -181,13 +181,19 @@ def _sources_of(name: str, say: Callable[[str], None]) -> list[ModelSource]:
 
 def _newest_of(run: SourceRun, say: Callable[[str], None]) -> ModelSource:
     """The newest intact checkpoint of a run, or where it has none its export."""
-    newest = newest_intact(list_checkpoints(run.folder / "checkpoints"), say)
+    newest = newest_intact(list_checkpoints(run.folder / "checkpoints"), say, remedy=describe_export_of(run.folder))
     if newest is not None:
         step, checkpoint = newest
         return ModelSource("checkpoint", checkpoint, f"step {step}", run)
     if (run.folder / "hf_ckpt").is_dir():
         return replace(_weights_in(run.folder / "hf_ckpt"), run=run)
     raise CheckpointError(f"{run.folder} has neither checkpoints nor hf_ckpt: the run has saved nothing yet")
+
+
+def describe_export_of(run: Path) -> str:
+    """What there is of a run none of whose checkpoints is intact, for messages."""
+    exported = run / "hf_ckpt"
+    return f"{exported} has the weights of its last export" if exported.is_dir() else "the run has no export, either"
 
 
 def _weights_in(folder: Path) -> ModelSource:

@@ -45,7 +45,7 @@ def final_text(reply: ChatReply) -> str:
     """The text of a reply after any ``<think>`` block.
 
     Raises:
-        UnreadableError: the judge refused, was cut off, or broke off.
+        UnreadableError: the judge refused, was cut off, broke off, or ended within its thoughts.
     """
     if reply.refusal or reply.finish_reason == "content_filter":
         raise UnreadableError("the judge refused")
@@ -53,7 +53,10 @@ def final_text(reply: ChatReply) -> str:
         raise UnreadableError("the reply was cut off at max_tokens")
     if reply.finish_reason in _BROKEN_OFF:
         raise UnreadableError(f"the reply broke off ({reply.finish_reason})")
-    return reply.text.rpartition("</think>")[2]
+    text = reply.text.rpartition("</think>")[2]
+    if text.lstrip().startswith("<think>"):
+        raise UnreadableError("the reply ends within its <think> block")
+    return text
 
 
 def number_after(text: str, marker: str, low: float, high: float) -> float:
@@ -146,8 +149,8 @@ class Judge(HttpReward):
                 reply = self._ask(self.caller(url), "Reply with the word Yes.", deadline)
             except HttpError as error:
                 raise ConfigError(
-                    f"reward {self.label!r} cannot ask its judge: {error}: start the server, or correct base_urls, "
-                    "model, api_key_env or extra_body"
+                    f"reward {self.label!r} cannot ask its judge: {error}: start the server, or correct base_urls "
+                    "(they end in /v1), model, api_key_env or extra_body"
                 ) from error
             self.check_reply(reply)
 

@@ -165,7 +165,10 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
 
 
 def newest_intact(
-    checkpoints: Mapping[int, Path], say: Callable[[str], None], verify: Callable[[Path], None] = verify_checkpoint
+    checkpoints: Mapping[int, Path],
+    say: Callable[[str], None],
+    verify: Callable[[Path], None] = verify_checkpoint,
+    remedy: str = "to start anew, give another train.output_dir",
 ) -> tuple[int, Path] | None:
     """The newest checkpoint that verifies; damaged ones are named and passed over.
 
@@ -173,6 +176,7 @@ def newest_intact(
         checkpoints: from ``list_checkpoints``.
         say: takes a line for the person who watches.
         verify: raises CheckpointError or OSError for a checkpoint that is not intact.
+        remedy: what to do when none is intact, for the message.
 
     Returns:
         Step and folder, or None when there is no checkpoint at all.
@@ -189,7 +193,7 @@ def newest_intact(
         return step, folder
     if checkpoints:
         root = next(iter(checkpoints.values())).parent
-        raise CheckpointError(f"no checkpoint in {root} is intact; to start anew, give another train.output_dir")
+        raise CheckpointError(f"no checkpoint in {root} is intact; {remedy}")
     return None
 
 

@@ -8,20 +8,25 @@ same curve. Without a variable the project is called sfumato; the run is called 
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import math
 import os
+import re
 import secrets
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from sfumato.config.load import flatten
 from sfumato.config.writing import write_atomically
-from sfumato.errors import MissingDependencyError
+from sfumato.errors import ConfigError, MissingDependencyError, UserError
+
+if TYPE_CHECKING:
+    from sfumato.tracking.trackers import Tracker
 
 PROJECT = "sfumato"
 
@@ -97,6 +102,11 @@ class MlflowTracker:
         folder = (output_dir / "mlflow").resolve()
         folder.mkdir(parents=True, exist_ok=True)
         server = os.environ.get("MLFLOW_TRACKING_URI")
+        if not server and importlib.util.find_spec("sqlalchemy") is None:  # mlflow-skinny has no databases
+            raise MissingDependencyError(
+                "train.trackers: mlflow cannot write its database without sqlalchemy, as mlflow-skinny comes: "
+                "pip install mlflow, or set MLFLOW_TRACKING_URI to a server"
+            )
         self._metric = Metric
         self._client = mlflow.MlflowClient(server or f"sqlite:///{folder / 'mlflow.db'}")
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
@@ -108,14 +118,15 @@ class MlflowTracker:
             self._client.update_run(self._id, status="RUNNING")
             return
         self._id = _keep_id(folder, self._client.create_run(experiment_id, run_name=_name(output_dir)).info.run_id)
-        params = [Param(key, str(value)[:6000]) for key, value in flatten(config).items()]
+        params = [Param(mlflow_name(key), str(value)[:6000]) for key, value in flatten(config).items()]
         for start in range(0, len(params), 100):  # most that one request may hold
             self._client.log_batch(self._id, params=params[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float | None]) -> None:
         now = int(time.time() * 1000)
         self._client.log_batch(
-            self._id, [self._metric(key, value, now, step) for key, value in finite_numbers(metrics).items()]
+            self._id,
+            [self._metric(mlflow_name(key), value, now, step) for key, value in finite_numbers(metrics).items()],
         )
 
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
@@ -150,6 +161,36 @@ class TrackioTracker(_LoggedRun):
 
 
 SERVICES = {"wandb": WandbTracker, "swanlab": SwanlabTracker, "mlflow": MlflowTracker, "trackio": TrackioTracker}
+
+
+def start_service(name: str, output_dir: Path, resumed: bool, config: Mapping[str, object]) -> Tracker:
+    """Builds the tracker of a service.
+
+    Args:
+        name: a key of ``SERVICES``.
+        output_dir: the run folder.
+        resumed: whether the run goes on, so that its curve does, too.
+        config: the resolved configuration.
+
+    Raises:
+        MissingDependencyError: its package, or one that it stores its numbers with, is not installed.
+        ConfigError: it does not start: nobody is logged in, its server does not answer, its project was deleted.
+    """
+    try:
+        return SERVICES[name](output_dir, resumed, config)
+    except UserError:
+        raise
+    except Exception as error:  # of another maker's program, which may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(
+            f"train.trackers: {name} does not start ({reason}): log in, or set what it reads from the environment, or "
+            "take it off the list"
+        ) from error
+
+
+def mlflow_name(name: str) -> str:
+    """A name of a metric or parameter as mlflow takes it: other characters, as of files and rewards, become ``_``."""
+    return re.sub(r"[^\w\-. :/]", "_", name)[-250:]
 
 
 def finite_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:

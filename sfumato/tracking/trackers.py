@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, UserError
 
 if TYPE_CHECKING:
     from sfumato.tracking.alerts import Alert
@@ -112,7 +112,7 @@ def build_trackers(
         say: takes a line when an alert could not be sent.
 
     Raises:
-        UserError: as ``check_trackers``. Nothing has been built then.
+        UserError: as ``check_trackers``; or a tracker of another maker does not start.
     """
     check_trackers(names)
     folder = Path(output_dir)
@@ -125,9 +125,13 @@ def build_trackers(
 
             trackers.append(WebhookTracker(folder, say))
         else:
-            from sfumato.tracking.services import SERVICES
+            from sfumato.tracking.services import start_service
 
-            trackers.append(SERVICES[name](folder, purge_step is not None, config or {}))
+            try:
+                trackers.append(start_service(name, folder, purge_step is not None, config or {}))
+            except UserError:
+                Trackers(trackers, say).close()  # what has started would keep threads and files open
+                raise
     return trackers
 
 

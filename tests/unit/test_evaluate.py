@@ -13,6 +13,7 @@ from PIL import Image
 from sfumato.cli import main
 from sfumato.config.load import merge
 from sfumato.errors import ConfigError
+from sfumato.evaluation.evaluation_folder import print_table
 from sfumato.evaluation.results import Evaluation, as_markdown
 from sfumato.tracking.bootstrap import paired_bootstrap
 from sfumato.tracking.json_lines import read_jsonl
@@ -298,3 +299,12 @@ def test_a_task_that_does_not_exist_is_named(benchmark, capsys):
     folder, model = benchmark
     assert evaluate(model, "--no-base", "--tasks", "choose,nonsense", "--task-folder", folder) == 2
     assert "no task 'nonsense'" in capsys.readouterr().err
+
+
+def test_a_table_that_is_wider_than_a_log_is_folded_and_keeps_its_numbers(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    models = [f"a run with a long name {number}" for number in range(6)]
+    evaluation = Evaluation(models)
+    evaluation.add_metric("brightness", {model: {("p", 0): 0.123456, ("q", 0): 0.123456} for model in models})
+    print_table(evaluation, as_json_text=False)
+    assert "…" not in capsys.readouterr().out

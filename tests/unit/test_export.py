@@ -1,6 +1,7 @@
 """Exports: what the run wrote, what is written later from a checkpoint, and adapters that are merged."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import merge
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import CheckpointError, ConfigError
+from sfumato.evaluation.sources import find_sources
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.ema import Ema
 from sfumato.parallel.layout import Layout
@@ -106,6 +108,22 @@ def test_a_damaged_checkpoint_is_passed_over_or_refused(finished, tmp_path):
     assert said[1].endswith("global_step_2")
     with pytest.raises(CheckpointError, match="bytes instead of"):
         export_checkpoint(path.parent, tmp_path / "other")
+
+
+def test_a_run_without_an_intact_checkpoint_names_its_export(finished, tmp_path):
+    run = Path(shutil.copytree(finished, tmp_path / "run"))
+    for path in run.glob("checkpoints/*/__0_0.distcp"):
+        path.write_bytes(b"")
+    has_export = f"; {run / 'hf_ckpt'} has the weights of its last export"
+    for use in (lambda: export_checkpoint(run, tmp_path / "out"), lambda: find_sources([str(run)], False, print)):
+        with pytest.raises(CheckpointError, match=f"no checkpoint in .* is intact{re.escape(has_export)}"):
+            use()
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match=f"has no checkpoints{re.escape(has_export)}"):
+        export_checkpoint(run, tmp_path / "out")
+    shutil.rmtree(run / "hf_ckpt")
+    with pytest.raises(CheckpointError, match="has no checkpoints; the run has no export, either"):
+        export_checkpoint(run, tmp_path / "out")
 
 
 def test_nothing_that_stands_there_is_overwritten(finished, tmp_path):

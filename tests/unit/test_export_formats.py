@@ -51,7 +51,7 @@ def test_what_fp16_does_not_hold_is_refused(tmp_path):
     ("options", "message"),
     [
         ([], "is exported already: add --dtype"),
-        (["--merge"], "--merge needs the checkpoint: sfumato export"),
+        (["--merge"], "hf_ckpt has no adapters; they are merged already"),
         (["--lora", "kohya"], "config.yaml names no model.model_path"),
         (["--gguf"], "git clone https://github.com/ggml-org/llama.cpp"),
         (["--gguf", "--llama-cpp", "/nowhere"], "holds no convert_hf_to_gguf.py"),
@@ -62,6 +62,18 @@ def test_refusals_name_the_remedy(run, tmp_path, capsys, monkeypatch, options, m
     assert main(["export", str(run / "hf_ckpt"), str(tmp_path / "out"), *options]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
+
+
+def test_adapters_that_lie_elsewhere_than_their_run_are_not_taken_for_it(tmp_path, capsys):
+    moved, kept = tmp_path / "moved", tmp_path / "run" / "hf_ckpt"
+    for folder in (moved, kept):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+        (folder / "README.md").write_text("---\ntags: []\n---\n")
+    (kept.parent / "config.yaml").write_text("{}")
+    for folder, name in ((moved, "RUN"), (kept, str(kept.parent))):
+        assert main(["export", str(folder), str(tmp_path / "out"), "--merge"]) == 2
+        assert f"--merge needs the checkpoint: sfumato export {name} " in capsys.readouterr().err
 
 
 def test_llama_cpp_is_called_with_the_folder_and_the_type(run, tmp_path, capsys):

@@ -87,3 +87,11 @@ def test_a_pipe_or_a_folder_is_no_configuration(tmp_path: Path) -> None:
         read_yaml(tmp_path / "run.yaml")
     with pytest.raises(ConfigError, match="is a folder, not a file"):
         read_yaml(tmp_path)
+
+
+def test_a_file_in_another_encoding_says_how_to_save_it(tmp_path):
+    path = tmp_path / "run.yaml"
+    for content in ("train:\n  lr: 1\n".encode("utf-16"), "# größe\ntrain:\n  lr: 1\n".encode("latin-1")):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=r"run.yaml is not UTF-8 text: .*; save it as UTF-8"):
+            read_yaml(path)

@@ -18,6 +18,7 @@ from sfumato.config.image_data import PairDataConfig
 from sfumato.config.sections import GlyphConfig, ModelConfig
 from sfumato.data.files.bad_rows import BadRows
 from sfumato.data.images.image_text import PairDataset, open_held_out_pairs, open_image_pairs
+from sfumato.data.images.shared_pairs import describe_shared_pairs
 from sfumato.data.loader import IndexBatch, evaluation_batches
 from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs, is_held_out
 from sfumato.errors import ConfigError, DataError
@@ -283,3 +284,45 @@ def test_evaluation_sees_each_row_once_in_full_batches(num_rows: int, num_ranks:
 def test_settings_that_cannot_be(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         PairDataConfig(**wrong)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_evaluation_pairs_that_are_trained_on_are_said(tmp_path: Path, kind: str) -> None:
+    def write(name: str, pairs: list[tuple[str, int, int]]) -> Path:
+        path = tmp_path / f"{name}.{kind}"
+        for seed in {seed for pair in pairs for seed in pair[1:]}:
+            picture(seed).save(tmp_path / f"{seed}.png")
+        if kind == "parquet":
+            table = {"prompt": [pair[0] for pair in pairs]}
+            table |= {key: [blob(pair[place]) for pair in pairs] for key, place in (("chosen", 1), ("rejected", 2))}
+            pyarrow.parquet.write_table(pyarrow.table(table), path)
+        else:
+            rows = [{"prompt": a, "chosen": f"{b}.png", "rejected": f"{c}.png"} for a, b, c in pairs]
+            path.write_text("\n".join(map(json.dumps, rows)))
+        return path
+
+    train = write("training", [("a cat", 1, 2), ("a dog", 3, 4), ("a fox", 5, 6)])
+    held_out = write("held", [("a dog", 4, 3), ("a cat", 1, 7), ("a bird", 5, 6)])
+    data = settings(train, eval_path=str(held_out))
+    opened = open_held_out_pairs(data, seed=0, num_rows=3)
+    [line] = describe_shared_pairs(open_pairs(train), opened)
+    assert "1 of the 3 evaluation rows" in line and "held" in line.split(" is ")[0]
+    assert describe_shared_pairs(open_pairs(held_out), open_held_out_pairs(data, seed=0, num_rows=1)) != []
+    assert describe_shared_pairs(open_pairs(train), None) == []
+
+
+def test_labels_that_are_classes_are_read_by_name(tmp_path: Path) -> None:
+    rows = {"prompt": ["a", "b"], "chosen": [blob(1), blob(1)], "rejected": [blob(2), blob(2)], "first": [0, 1]}
+
+    def labels(names: list[str]) -> list[bool]:
+        features = {"prompt": datasets.Value("string"), "first": datasets.ClassLabel(names=names)}
+        features |= {key: datasets.Value("binary") for key in ("chosen", "rejected")}
+        path = tmp_path / f"{names[0]}.parquet"
+        datasets.Dataset.from_dict(rows, features=datasets.Features(features)).to_parquet(str(path))
+        dataset = open_pairs(path, label_key="first")
+        return [torch.equal(dataset.pixels(index)[0], pixels(1)) for index in range(2)]
+
+    assert labels(["yes", "no"]) == [True, False]
+    assert labels(["false", "true"]) == [False, True]
+    with pytest.raises(DataError, match=r"row 1: column 'first' holds classes .* 'jpg_0', says neither"):
+        labels(["jpg_0", "jpg_1"])

@@ -313,6 +313,12 @@ def test_thoughts_do_not_count():
     assert number_after(final_text(reply), "Score", 1, 10) == 2
 
 
+@pytest.mark.parametrize("text", ["<think>Perhaps Score: 2, but", "<think>a</think>\n<think>Score: 2"])
+def test_a_reply_that_ends_within_its_thoughts_does_not_count(text):
+    with pytest.raises(UnreadableError, match="ends within its <think> block"):
+        final_text(ChatReply(text, "", "stop", ()))
+
+
 @pytest.mark.parametrize("reason", ["abort", "error"])
 def test_half_a_reply_does_not_count(reason):
     with pytest.raises(UnreadableError, match=f"broke off \\({reason}\\)"):

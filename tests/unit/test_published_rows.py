@@ -317,3 +317,22 @@ def test_columns_of_other_kinds_beside_the_text_change_nothing(tmp_path):
             continue
         with pytest.raises(DataError, match=f"row 1: column '{column}' must be a non-empty text"):
             transform(rows[0], "row 1")
+
+
+def test_labels_that_are_classes_are_read_by_name_and_not_by_place(tmp_path):
+    def labels(names, place):
+        texts = {key: datasets.Value("string") for key in ("prompt", "completion")}
+        features = datasets.Features({**texts, "label": datasets.ClassLabel(names=names)})
+        rows = [{"prompt": "q", "completion": "a", "label": 0}, {"prompt": "q", "completion": "b", "label": 1}]
+        table = datasets.Dataset.from_list(rows, features=features)
+        table.to_parquet(str(place)) if place.suffix else table.save_to_disk(str(place))
+        data = TextDataConfig(train_path=str(place), data_type="unpaired", chat_template="chatml")
+        transform, (rows,) = build_transform(data, build_tokenizer()), open_sources(data).rows
+        samples = [transform(rows[index], f"row {index + 1}") for index in range(2)]
+        return [float(sample[0].documents[0].numbers[-1]) for sample in samples]
+
+    assert labels(["chosen", "rejected"], tmp_path / "a.parquet") == [1, 0]
+    assert labels(["rejected", "chosen"], tmp_path / "b.parquet") == [0, 1]
+    assert labels(["True", "False"], tmp_path / "folder") == [1, 0]
+    with pytest.raises(DataError, match=r"row 1: column 'label' holds classes .* 'helpful', says neither true nor"):
+        labels(["helpful", "harmful"], tmp_path / "c.parquet")

@@ -152,6 +152,8 @@ def test_answers_of_fine_tuning_and_of_its_adapters(tmp_path, monkeypatch, capsy
         assert sample(source, *options, "--out", tmp_path / name) == 0
     texts = {name: [row["text"] for row in rows_of(tmp_path / name)] for name in ("adapter", "checkpoint", "plain")}
     assert texts["adapter"] == texts["checkpoint"] != texts["plain"]
+    assert sample(base / "hf_ckpt", "--prompt", "a", "--image", tmp_path / "a.png", "--out", tmp_path / "seen") == 2
+    assert "--image: this model sees no images" in capsys.readouterr().err
     monkeypatch.setattr("sfumato.evaluation.texts.build_language_model", None)  # refused before a model is loaded
     shutil.copytree(base / "hf_ckpt", tmp_path / "of nobody")
     assert sample(tmp_path / "of nobody", "--no-base") == 2 and "no prompts of its own" in capsys.readouterr().err

@@ -88,7 +88,7 @@ def test_csv_fields_can_be_long_and_hold_any_line_break(tmp_path):
     [
         ("a.csv", "text,n\na,1\nb\n", "a.csv, line 3: has 1 values for 2 columns"),
         ("a.csv", 'text,n\n"a,1\n', "a.csv, line 2: not valid CSV: unexpected end of data"),
-        ("a.csv", b"text\n\xff\n", "a.csv, line 1: not valid CSV: 'utf-8' codec"),
+        ("a.csv", b"text\n\xff\n", "a.csv, line 1: not UTF-8 text: 'utf-8' codec"),
         ("a.csv", "text,text\na,b\n", "two columns have the same name: text, text"),
         ("a.csv", "text,n\n", "a.csv has no rows"),
         ("a.csv", "", "a.csv has no rows"),

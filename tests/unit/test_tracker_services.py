@@ -3,17 +3,20 @@
 Those that need a tracker are slow: what trackers require contradicts ``constraints.txt``, so ``make slow-test``
 installs them apart."""
 
+import importlib.util
 import json
 import math
 import sqlite3
 import sys
 import time
+import types
 
 import numpy as np
 import pytest
 
-from sfumato.errors import MissingDependencyError
-from sfumato.tracking.services import SERVICES, finite_numbers
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.tracking import trackers
+from sfumato.tracking.services import SERVICES, finite_numbers, mlflow_name, start_service
 
 CONFIG = {"train": {"lr": 1e-3, "trackers": ["x"]}, "model": {"lora": None}}
 IMAGES = np.zeros((2, 8, 8, 3), np.uint8)
@@ -67,6 +70,40 @@ def test_a_tracker_that_is_not_installed_is_named_with_its_command(service, tmp_
     monkeypatch.setitem(sys.modules, service, None)
     with pytest.raises(MissingDependencyError, match=f"pip install {service}"):
         SERVICES[service](tmp_path, False, CONFIG)
+
+
+@pytest.fixture
+def fake_mlflow(monkeypatch):
+    """mlflow as it is imported, whose client cannot be made."""
+
+    def refuse(uri):
+        raise KeyError(f"no store\nfor {uri}")
+
+    entities = types.SimpleNamespace(Metric=None, Param=None)
+    monkeypatch.setitem(sys.modules, "mlflow", types.SimpleNamespace(MlflowClient=refuse, entities=entities))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+def test_mlflow_skinny_is_told_from_mlflow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sqlalchemy", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"without sqlalchemy.*pip install mlflow, or set MLFLOW_TRACKING"):
+        start_service("mlflow", tmp_path, False, CONFIG)
+
+
+@pytest.mark.usefixtures("fake_mlflow")
+def test_a_service_that_does_not_start_is_an_error_in_one_line_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://nobody.invalid")
+    monkeypatch.setattr(trackers, "check_trackers", lambda names: None)  # looks for a module's file
+    with pytest.raises(ConfigError, match=r"mlflow does not start \(KeyError: .*no store.*nobody.*take it off"):
+        trackers.build_trackers(["mlflow"], tmp_path)
+
+
+def test_names_that_mlflow_refuses_are_changed():
+    assert mlflow_name("eval/loss/data (1)@v2") == "eval/loss/data _1__v2"
+    assert mlflow_name("reward/clip+ocr") == "reward/clip_ocr" and len(mlflow_name("x" * 300)) == 250
+    assert mlflow_name("perf/tokens_per_s: a-b.c") == "perf/tokens_per_s: a-b.c"
 
 
 @pytest.mark.slow

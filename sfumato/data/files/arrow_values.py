@@ -4,13 +4,54 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow
+
+
+TRUTH_OF_CLASS = {
+    **dict.fromkeys(("true", "yes", "1", "good", "chosen", "desirable", "correct", "positive", "+"), 1),
+    **dict.fromkeys(("false", "no", "0", "bad", "rejected", "undesirable", "incorrect", "negative", "-"), 0),
+}
+"""What the names of classes say of an answer that they label."""
+
+
+class ClassLabelValue(int):
+    """A number from a ``ClassLabel`` column of datasets, which is the place of a name in a list, and this name."""
+
+    name: str
+
+    def __new__(cls, number: int, name: str) -> ClassLabelValue:
+        value = super().__new__(cls, number)
+        value.name = name
+        return value
+
+    def __reduce__(self) -> tuple[type[ClassLabelValue], tuple[int, str]]:
+        return ClassLabelValue, (int(self), self.name)
+
+
+def truth_of_class(value: ClassLabelValue, key: str, where: str) -> int:
+    """1 or 0, as the name of a class says: the number depends on the order in which the names are listed.
+
+    Args:
+        value: of the column.
+        key: name of the column.
+        where: file and row, for messages.
+
+    Raises:
+        DataError: when the name says neither.
+    """
+    truth = TRUTH_OF_CLASS.get(value.name.strip().lower())
+    if truth is None:
+        raise DataError(
+            f"{where}: column {key!r} holds classes (ClassLabel of datasets), and the name of this one, "
+            f"{value.name!r}, says neither true nor false: store a column of true and false instead"
+        )
+    return truth
 
 
 class StructValue(dict[str, object]):
@@ -50,23 +91,32 @@ def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[d
     return rows
 
 
+def arrow_column(table: pyarrow.Table, key: str, where: str) -> list[object]:
+    """One column of a table, its values as in ``arrow_rows``. Raises DataError where one cannot be read."""
+    values = table.column(key).to_pylist()
+    convert = _converters(table.schema).get(key)
+    return values if convert is None else [convert(value, where) for value in values]
+
+
 Convert = Callable[[object, str], object]
 
 
 @lru_cache(maxsize=64)
 def _converters(schema: pyarrow.Schema) -> dict[str, Convert]:
     """The converter of each column's values; columns whose values stay as they are have no entry."""
-    features = _json_features(schema)
+    features = _stored_features(schema)
     converters = {field.name: _converter(field.type, features.get(field.name)) for field in schema}
     return {name: convert for name, convert in converters.items() if convert is not None}
 
 
-def _json_features(schema: pyarrow.Schema) -> dict[str, object]:
-    """The features that datasets stored in the schema, where one of them is ``Json``; otherwise empty.
+def _stored_features(schema: pyarrow.Schema) -> dict[str, object]:
+    """The features that datasets stored in the schema, where one is ``Json`` or ``ClassLabel``; otherwise empty.
 
-    Files of older versions of datasets hold such a column as texts, and only the features tell that these are JSON.
+    Files of older versions of datasets hold a column of JSON as texts, and files of all versions one of classes as
+    numbers: only the features tell what these are.
     """
-    if b'"Json"' not in (schema.metadata or {}).get(b"huggingface", b""):
+    stored = (schema.metadata or {}).get(b"huggingface", b"")
+    if b'"Json"' not in stored and b'"ClassLabel"' not in stored:
         return {}
     from datasets import Features
 
@@ -79,6 +129,9 @@ def _converter(kind: pyarrow.DataType, feature: object) -> Convert | None:
 
     if isinstance(kind, pyarrow.JsonType) or type(feature).__name__ == "Json":
         return _parse
+    if type(feature).__name__ == "ClassLabel":
+        names = cast("list[str]", getattr(feature, "names", None) or [])
+        return lambda value, where: _name_class(names, value)
     if isinstance(kind, pyarrow.BaseExtensionType):
         kind = kind.storage_type
     if pyarrow.types.is_struct(kind):
@@ -109,6 +162,11 @@ def _struct_converter(kind: pyarrow.StructType, features: Mapping[str, object]) 
 
 def _convert_items(convert: Convert, value: object, where: str) -> object:
     return [convert(item, where) for item in value] if isinstance(value, list) else value
+
+
+def _name_class(names: list[str], value: object) -> object:
+    """A number of a class with its name; what is no such number, as datasets writes -1 for none, stays as it is."""
+    return ClassLabelValue(value, names[value]) if isinstance(value, int) and 0 <= value < len(names) else value
 
 
 def _parse(value: object, where: str) -> object:

@@ -30,7 +30,7 @@ def parse_json(content: str | bytes, where: str) -> object:
     try:
         text = content.decode("utf-8-sig") if isinstance(content, bytes) else content
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: not UTF-8 text: {error}") from error
+        raise DataError(f"{where}: not UTF-8 text: {error}; save it as UTF-8") from error
     try:
         value = json.loads(text)
     except RecursionError as error:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from sfumato.config.file_checks import file_problem
-from sfumato.data.files.arrow_values import arrow_row, arrow_rows
+from sfumato.data.files.arrow_values import arrow_column, arrow_row, arrow_rows
 from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
 from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
@@ -132,7 +132,7 @@ class ParquetRows(FileRows):
         """One column of all rows, without reading the others. Raises DataError when there is none."""
         if key not in self._table.column_names:
             raise no_column(key, self._table.column_names, str(self.path))
-        return self._table.data.column(key).to_pylist()
+        return arrow_column(self._table.data.table, key, str(self.path))
 
 
 class ArrowRows(FileRows):
@@ -319,7 +319,9 @@ def read_csv_rows(path: Path) -> LoadedRows:
                 elif values:
                     rows.append((f"line {line}", dict(zip(columns, values, strict=True))))
                 line = reader.line_num + 1
-    except (csv.Error, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {line}: not UTF-8 text: {error}; save it as UTF-8") from error
+    except csv.Error as error:
         raise DataError(f"{path}, line {line}: not valid CSV: {error}") from error
     finally:
         csv.field_size_limit(limit)

@@ -13,6 +13,7 @@ import torch
 
 from sfumato.config.image_data import MASK, ImageDataConfig, ImageTextDataConfig, PairDataConfig
 from sfumato.config.paths import LONGEST_NAME
+from sfumato.data.files.arrow_values import ClassLabelValue, truth_of_class
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
 from sfumato.data.files.picture_folder import FolderRows, choose_split, describe_unlisted, find_metadata, visible_files
@@ -470,6 +471,8 @@ class PairDataset:
         label = self.labels[self.indices[index]]
         if isinstance(label, DataError):
             raise label
+        if isinstance(label, ClassLabelValue):
+            return truth_of_class(label, str(self.config.label_key), self.describe(index))
         if label not in (0, 1):
             raise DataError(f"{self.describe(index)}: column {self.config.label_key!r} must be a number, not {label!r}")
         return label
@@ -531,4 +534,6 @@ def open_held_out_pairs(config: PairDataConfig, seed: int, num_rows: int) -> Pai
 
 def _is_tie(label: object) -> bool:
     """Whether a label prefers neither side: null, or a number other than 0 and 1, such as 0.5."""
+    if isinstance(label, ClassLabelValue):
+        return False  # its number says nothing; ``_label`` reads its name
     return label is None or (isinstance(label, float | int) and label not in (0, 1))

@@ -8,6 +8,7 @@ from typing import cast
 
 import numpy as np
 
+from sfumato.data.files.arrow_values import ClassLabelValue, truth_of_class
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.format import Document
@@ -82,7 +83,12 @@ def read_list(value: object, name: str, where: str) -> list[object]:
 
 
 def read_label(value: object, key: str, where: str) -> float:
-    """Reads a label: true, false, or a number from 0 to 1. Raises DataError that names ``where``."""
+    """Reads a label: true, false, a number from 0 to 1, or a class whose name says true or false.
+
+    Raises DataError that names ``where``.
+    """
+    if isinstance(value, ClassLabelValue):
+        return float(truth_of_class(value, key, where))
     number = float(value) if isinstance(value, bool | int | float | np.generic) else math.nan
     if not 0 <= number <= 1:
         raise DataError(
