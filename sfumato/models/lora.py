@@ -28,8 +28,9 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """The name that peft gives to an adapter."""
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of the linear layers that choose and weight experts."""
+ROUTERS = ("gate", "router", "shared_expert_gate", "indexer")
+"""Names of the linear layers, or of the modules around them, that choose and weight experts, or choose the keys that
+attention looks at (DeepSeek-V3.2)."""
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
 """Names of the files of adapters, by diffusers and by peft."""
@@ -170,25 +171,37 @@ def language_targets(module: nn.Module) -> list[str]:
 
     These are all linear layers of its decoder's blocks but routers; in a mixture-of-experts model only those of
     attention, since peft has no way to name its dense layers and shared experts. Layers whose short names belong to
-    other submodules elsewhere, as in the encoder of Gemma 4, are named in full.
+    routers or to other submodules elsewhere, as in the encoder of Gemma 4, are named in full.
     """
-    left_out = ROUTERS + EXPERTS if has_experts(module) else ROUTERS
+    left_out = EXPERTS if has_experts(module) else ()
+    decoder = cast("PreTrainedModel", module).get_decoder()
+    if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer so
+        decoder = cast("PreTrainedModel", module).base_model
     # without the encoder of a model that sees
-    decoder_modules = {id(submodule) for submodule in cast("PreTrainedModel", module).get_decoder().modules()}
+    decoder_modules = {id(submodule) for submodule in decoder.modules()}
     short_names = {
         f"{start}.{name}": _last_part(name)
         for start, block in find_blocks(module, language_plan(module)).items()
         if id(block) in decoder_modules
         for name, submodule in block.named_modules()
-        if isinstance(submodule, nn.Linear)
+        if isinstance(submodule, nn.Linear) and not _is_in_router(name)
     }
-    ambiguous = {_last_part(name) for name, submodule in module.named_modules() if not isinstance(submodule, nn.Linear)}
+    ambiguous = {
+        _last_part(name)
+        for name, submodule in module.named_modules()
+        if not isinstance(submodule, nn.Linear) or _is_in_router(name)
+    }
     targets = dict.fromkeys(
         name if short_name in ambiguous else short_name
         for name, short_name in short_names.items()
         if short_name not in left_out
     )
     return [*targets]
+
+
+def _is_in_router(name: str) -> bool:
+    """Whether a submodule is a router or a part of one, by its name."""
+    return not set(ROUTERS).isdisjoint(name.split("."))
 
 
 def _last_part(name: str) -> str:
