@@ -224,7 +224,7 @@ MOST_LINES = {
     "rl_diffusion": 29_950,
     "rl_diffusion_direct": 29_050,
     "rl_diffusion_forward": 29_500,
-    "rl_text": 33_700,
+    "rl_text": 33_750,
     "train_autoencoder": 21_650,
     "train_dit": 24_650,
     "train_dit_dpo": 25_900,
