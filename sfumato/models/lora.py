@@ -39,6 +39,11 @@ EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that peft applies to the experts of a mixture-of-experts model, not to its dense layers and shared experts."""
 
 
+MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid", "zamba2")
+"""transformers' model types in which fused kernels read the weight of ``out_proj`` itself, past an adapter. In the
+first five peft refuses one there."""
+
+
 def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[str], seed: int) -> None:
     """Injects trainable float32 adapters into a diffusers or transformers model; its own weights stay frozen.
 
@@ -169,11 +174,15 @@ def _holds_adapters(file: Path) -> bool:
 def language_targets(module: nn.Module) -> list[str]:
     """Names of the layers of a transformers language model that get adapters when the configuration names none.
 
-    These are all linear layers of its decoder's blocks but routers; in a mixture-of-experts model only those of
-    attention, since peft has no way to name its dense layers and shared experts. Layers whose short names belong to
-    routers or to other submodules elsewhere, as in the encoder of Gemma 4, are named in full.
+    These are all linear layers of its decoder's blocks but routers and what Mamba reads without calling the layer; in a
+    mixture-of-experts model only those of attention, since peft has no way to name its dense layers and shared
+    experts. Layers whose short names belong to routers or to other submodules elsewhere, as in the encoder of Gemma 4,
+    are named in full.
     """
-    left_out = EXPERTS if has_experts(module) else ()
+    # Mamba multiplies by the weight of dt_proj itself, without the adapter that merging would add
+    left_out = ("dt_proj", *(EXPERTS if has_experts(module) else ()))
+    if cast("PreTrainedModel", module).config.get_text_config().model_type in MAMBA:
+        left_out += ("out_proj",)
     decoder = cast("PreTrainedModel", module).get_decoder()
     if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer so
         decoder = cast("PreTrainedModel", module).base_model

@@ -130,6 +130,17 @@ def test_default_targets_are_found_where_a_class_calls_its_head_the_decoder():
     assert {*language_targets(module)} == {"q_proj", "k_proj", "v_proj", "Wo", "Wi"}
 
 
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba2", "nemotron_h", "jamba"])
+def test_default_adapters_of_mamba_merge_to_the_same(kind):
+    module = adapted(transformers.AutoModelForCausalLM.from_config(tiny_config(kind)))
+    token_ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        expected = module(input_ids=token_ids, use_cache=False).logits
+        merged = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+        merged.load_state_dict(merge_adapters(module))
+        torch.testing.assert_close(merged(input_ids=token_ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
+
+
 CASES = {
     "lora": ("dense", {}),
     "rslora": ("dense", {"variant": "rslora"}),
