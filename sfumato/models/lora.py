@@ -28,14 +28,20 @@ if TYPE_CHECKING:
 ADAPTER = "default"
 """The name that peft gives to an adapter."""
 
-ROUTERS = ("gate", "router", "shared_expert_gate")
-"""Names of the linear layers that choose and weight experts."""
+ROUTERS = ("gate", "router", "shared_expert_gate", "indexer")
+"""Names of the linear layers, or of the modules around them, that choose and weight experts, or choose the keys that
+attention looks at (DeepSeek-V3.2)."""
 
 FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors", "adapter_config.json")
 """Names of the files of adapters, by diffusers and by peft."""
 
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """Names that peft applies to the experts of a mixture-of-experts model, not to its dense layers and shared experts."""
+
+
+MAMBA = ("mamba", "mamba2", "falcon_mamba", "falcon_h1", "nemotron_h", "bamba", "granitemoehybrid", "zamba2")
+"""transformers' model types in which fused kernels read the weight of ``out_proj`` itself, past an adapter. In the
+first five peft refuses one there."""
 
 
 def add_lora(module: nn.Module, config: LoraConfig, default_targets: Sequence[str], seed: int) -> None:
@@ -168,27 +174,43 @@ def _holds_adapters(file: Path) -> bool:
 def language_targets(module: nn.Module) -> list[str]:
     """Names of the layers of a transformers language model that get adapters when the configuration names none.
 
-    These are all linear layers of its decoder's blocks but routers; in a mixture-of-experts model only those of
-    attention, since peft has no way to name its dense layers and shared experts. Layers whose short names belong to
-    other submodules elsewhere, as in the encoder of Gemma 4, are named in full.
+    These are all linear layers of its decoder's blocks but routers and what Mamba reads without calling the layer; in a
+    mixture-of-experts model only those of attention, since peft has no way to name its dense layers and shared
+    experts. Layers whose short names belong to routers or to other submodules elsewhere, as in the encoder of Gemma 4,
+    are named in full.
     """
-    left_out = ROUTERS + EXPERTS if has_experts(module) else ROUTERS
+    # Mamba multiplies by the weight of dt_proj itself, without the adapter that merging would add
+    left_out = ("dt_proj", *(EXPERTS if has_experts(module) else ()))
+    if cast("PreTrainedModel", module).config.get_text_config().model_type in MAMBA:
+        left_out += ("out_proj",)
+    decoder = cast("PreTrainedModel", module).get_decoder()
+    if isinstance(decoder, nn.Linear):  # ModernBERT calls its output layer so
+        decoder = cast("PreTrainedModel", module).base_model
     # without the encoder of a model that sees
-    decoder_modules = {id(submodule) for submodule in cast("PreTrainedModel", module).get_decoder().modules()}
+    decoder_modules = {id(submodule) for submodule in decoder.modules()}
     short_names = {
         f"{start}.{name}": _last_part(name)
         for start, block in find_blocks(module, language_plan(module)).items()
         if id(block) in decoder_modules
         for name, submodule in block.named_modules()
-        if isinstance(submodule, nn.Linear)
+        if isinstance(submodule, nn.Linear) and not _is_in_router(name)
     }
-    ambiguous = {_last_part(name) for name, submodule in module.named_modules() if not isinstance(submodule, nn.Linear)}
+    ambiguous = {
+        _last_part(name)
+        for name, submodule in module.named_modules()
+        if not isinstance(submodule, nn.Linear) or _is_in_router(name)
+    }
     targets = dict.fromkeys(
         name if short_name in ambiguous else short_name
         for name, short_name in short_names.items()
         if short_name not in left_out
     )
     return [*targets]
+
+
+def _is_in_router(name: str) -> bool:
+    """Whether a submodule is a router or a part of one, by its name."""
+    return not set(ROUTERS).isdisjoint(name.split("."))
 
 
 def _last_part(name: str) -> str:

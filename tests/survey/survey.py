@@ -196,7 +196,7 @@ def _configs(mode: Mode) -> tuple[LanguageModelConfig, TextTrainConfig]:
 
 def _build(name: str, mode: Mode, source: nn.Module) -> LanguageModel:
     """As a run builds it, with the weights of ``source``."""
-    with patch.object(language_load, "read_model_config", lambda _: tiny_config(name)):
+    with patch.object(language_load, "read_model_config", lambda *_: tiny_config(name)):
         model = language_load.build_language_model(*_configs(mode))
     model.plain.load_state_dict(source.state_dict())
     return model

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig as PeftLoraConfig
 from torch import nn
 
@@ -23,6 +24,7 @@ from sfumato.models.lora import (
 )
 from sfumato.parallel.weights import build_on_meta
 from tests.dist.cases import build, packed_row
+from tests.survey.tiny_configs import tiny_config
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -31,8 +33,6 @@ LATENT = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]
 
 
 def causal(kind: str) -> nn.Module:
-    import transformers
-
     torch.manual_seed(0)
     settings: dict[str, Any] = {
         "vocab_size": 64,
@@ -101,6 +101,44 @@ def test_default_targets(kind, expected):
         ]
         assert {name.split(".")[-3] for name in layers} == set(expected)
     assert all(".layers." in name and "lora_" in name for name in trained_names(module))
+
+
+@pytest.mark.parametrize(
+    ("kind", "router"),
+    [
+        ("gemma4_text", "router.proj"),
+        ("hunyuan_v1_moe", "gate.wg"),
+        ("dbrx", "router.layer"),
+        ("longcat_flash", "router.classifier"),
+        ("deepseek_v32", "indexer.wk"),
+    ],
+)
+def test_default_targets_leave_routers_out(kind, router):
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(tiny_config(kind))
+    linear = [name for name, submodule in module.named_modules() if isinstance(submodule, nn.Linear)]
+    targets = tuple(f".{target}" for target in language_targets(module))
+    adapted_layers = [name for name in linear if f".{name}".endswith(targets)]
+    assert adapted_layers
+    assert any(name.endswith(router) for name in linear)
+    assert not [name for name in adapted_layers if name.endswith(router)]
+
+
+def test_default_targets_are_found_where_a_class_calls_its_head_the_decoder():
+    with torch.device("meta"):
+        module = transformers.AutoModelForCausalLM.from_config(tiny_config("modernbert-decoder"))
+    assert {*language_targets(module)} == {"q_proj", "k_proj", "v_proj", "Wo", "Wi"}
+
+
+@pytest.mark.parametrize("kind", ["falcon_h1", "mamba2", "nemotron_h", "jamba"])
+def test_default_adapters_of_mamba_merge_to_the_same(kind):
+    module = adapted(transformers.AutoModelForCausalLM.from_config(tiny_config(kind)))
+    token_ids = torch.arange(3, 13)[None]
+    with torch.no_grad():
+        expected = module(input_ids=token_ids, use_cache=False).logits
+        merged = transformers.AutoModelForCausalLM.from_config(tiny_config(kind)).eval()
+        merged.load_state_dict(merge_adapters(module))
+        torch.testing.assert_close(merged(input_ids=token_ids, use_cache=False).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 CASES = {

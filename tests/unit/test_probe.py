@@ -333,6 +333,15 @@ def test_a_module_that_transformers_cannot_run_is_named() -> None:
         look(Broken)
 
 
+def test_a_processor_that_counts_other_tokens_than_the_model_is_named() -> None:
+    class Broken(LlamaForCausalLM):
+        def forward(self, *args: object, **kwargs: object) -> object:
+            raise ValueError("Image features and image tokens do not match, tokens: 575, features: 576")
+
+    with pytest.raises(ConfigError, match=r"features: 576.*num_additional_image_tokens.* with config.json"):
+        look(Broken)
+
+
 def test_documents_are_the_same_every_time_and_fit_into_a_micro_batch() -> None:
     def lengths(max_seq_len: int, micro_batch_size: int) -> list[list[int]]:
         model, settings = make(Plain, micro_batch_size=micro_batch_size)

@@ -112,6 +112,22 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
     assert any("vis" in name and bool(gradient.any()) for name, gradient in ours.items())
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("llava", {"vision_feature_select_strategy": "full"}),
+        ("llava_onevision", {"vision_aspect_ratio": "anyres_max_1"}),
+    ],
+)
+def test_a_described_llava_has_the_tokens_that_its_encoder_makes(tmp_path, kind, changes):
+    described = write_config(tiny_vision_description(kind) | changes, tmp_path / "changed.yaml")
+    model, _ = build(tmp_path, kind, model={"config_path": str(described)})
+    inputs = inputs_of(model, image_row(1))
+    assert "pixel_values" in inputs
+    with torch.no_grad():  # transformers refuses another number
+        model.plain(**{name: inputs[name] for name in inputs if name != "num_patches"})
+
+
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize("rows", ["packed", "documents"])
 def test_a_batch_without_images_computes_the_encoder_with_gradients_of_zero(tmp_path, rows, packed):

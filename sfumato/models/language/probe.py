@@ -47,6 +47,13 @@ if TYPE_CHECKING:
 LARGEST_COPY = 4 * 2**30
 """Bytes of weights up to which transformers' own module is built beside the run's, as the reference."""
 
+OTHER_COUNT = (
+    ". The processor puts another number of tokens into a text than the model makes of a picture or sound: bring "
+    "processor_config.json (patch_size, num_additional_image_tokens, vision_feature_select_strategy, "
+    "image_seq_length, vision_aspect_ratio) into line with config.json"
+)
+"""What to change where transformers finds fewer or more tokens of media in a text than features."""
+
 
 @dataclass(frozen=True)
 class Way:
@@ -188,7 +195,8 @@ class Checks:
             measured = _or_error(self._measure_one_by_one)
             problem = self._agree_on(measured if isinstance(measured, str) else None)
         if problem is not None:
-            raise ConfigError(f"{model.name} of transformers computes no document alone: {problem}")
+            remedy = OTHER_COUNT if "tokens do not match" in problem else ""
+            raise ConfigError(f"{model.name} of transformers computes no document alone: {problem}{remedy}")
         assert isinstance(measured, Measured)
         return measured
 

@@ -459,11 +459,13 @@ def _llava_settings(described: PreTrainedConfig) -> dict[str, object]:
     """Settings of the encoder for processors of LLaVA models."""
     size = described.vision_config.image_size
     edge = described.vision_config.patch_size
-    strategy = described.vision_feature_select_strategy
-    return {
+    settings = {
         "num_image_tokens": (size // edge) ** 2,
         "patch_size": edge,
-        # the strategy "default" drops the first token of the encoder, which it therefore has besides those of patches
-        "num_additional_image_tokens": int(strategy == "default"),
-        "vision_feature_select_strategy": strategy,
+        # CLIP's encoder has a token of the class besides those of patches, which the strategy "default" drops
+        "num_additional_image_tokens": int(described.vision_config.model_type == "clip_vision_model"),
+        "vision_feature_select_strategy": described.vision_feature_select_strategy,
     }
+    if hasattr(described, "vision_aspect_ratio"):
+        settings["vision_aspect_ratio"] = described.vision_aspect_ratio
+    return settings
