@@ -67,7 +67,7 @@ exact-tests: types
 		else echo "This CPU has one kind of kernels: its bits are tested by the other processes"; fi
 
 quick-test: $(VENV)/.compiled
-	$(PYTEST) -n auto --quick tests/unit tests/golden
+	$(PYTEST) -n $(WORKERS) --quick tests/unit tests/golden
 
 # Whether what tiny runs of every task compute is what it was: metrics, weights, exports, reports.
 same: setup
