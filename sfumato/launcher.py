@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 from sfumato.config.characters import printable
 from sfumato.config.writing import open_to_append
-from sfumato.tracking.terminal import hangup, outlive_readers
+from sfumato.tracking.terminal import hangup_signals, outlive_readers
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -183,7 +183,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
     places = [{"RANK": str(node_rank * nproc + local), "LOCAL_RANK": str(local)} for local in range(nproc)]
     try:
         ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
-        for number in (signal.SIGTERM, signal.SIGINT, *hangup()):
+        for number in (signal.SIGTERM, signal.SIGINT, *hangup_signals()):
             signal.signal(number, ranks.forward)
         code, text = verdict(ranks.wait())
         if text:

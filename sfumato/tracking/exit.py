@@ -27,7 +27,7 @@ from sfumato.errors import (
 )
 from sfumato.parallel.peers import is_lost_connection, lost_peers
 from sfumato.tracking.next_steps import rerun_command, resume_command
-from sfumato.tracking.terminal import hangup
+from sfumato.tracking.terminal import hangup_signals
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -154,7 +154,7 @@ def listen(run: Stoppable) -> None:
     run.stop_requested = getattr(signal.getsignal(signal.SIGTERM), "was_asked", False)
     check_early_stop(run)
     listener = Listener(run)
-    for number in (signal.SIGTERM, signal.SIGINT, *hangup()):
+    for number in (signal.SIGTERM, signal.SIGINT, *hangup_signals()):
         signal.signal(number, listener)
 
 

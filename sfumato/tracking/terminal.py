@@ -51,6 +51,6 @@ def outlive_readers() -> None:
             setattr(sys, name, BestEffortStream(opened))
 
 
-def hangup() -> list[signal.Signals]:
+def hangup_signals() -> list[signal.Signals]:
     """SIGHUP, which a lost terminal sends; none where nohup has this process ignore it."""
     return [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]

@@ -205,6 +205,8 @@ def test_a_run_among_the_data_is_no_data(tmp_path: Path) -> None:
     assert said == [f"run folders in {tmp_path} that are not read: runs/first"]
     (tmp_path / "a.txt").unlink()
     (tmp_path / "data.jsonl").write_text('{"text": "a"}')
+    (tmp_path / "@eaDir").mkdir()  # of a NAS
+    (tmp_path / "@eaDir" / "data.jsonl").write_text('{"text": "c"}')
     assert len(open_rows(tmp_path, "text", "data.train_path")) == 1
     assert "run folders" in " ".join(describe_left_out(tmp_path, "data.train_path"))
     (tmp_path / "metadata.jsonl").write_text('{"file_name": "a.png", "text": "a"}')

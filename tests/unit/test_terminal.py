@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sfumato.tracking.progress import Progress
-from sfumato.tracking.terminal import BestEffortStream, hangup, outlive_readers
+from sfumato.tracking.terminal import BestEffortStream, hangup_signals, outlive_readers
 from tests.tiny import ROOT
 
 
@@ -77,8 +77,8 @@ def test_closed_standard_streams_are_no_file_of_the_run(closed: str, tmp_path: P
 def test_under_nohup_a_lost_terminal_stops_nothing() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may themselves run under nohup
     try:
-        assert hangup() == [signal.SIGHUP]
+        assert hangup_signals() == [signal.SIGHUP]
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        assert hangup() == []
+        assert hangup_signals() == []
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -243,7 +243,7 @@ def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:
     inside = sorted(
         file
         for file in folder.rglob("*")
-        if not file.is_dir() and not any(part.startswith(".") for part in file.relative_to(folder).parts)
+        if not file.is_dir() and not any(is_hidden(part) for part in file.relative_to(folder).parts)
     )
     names = {file.parent: set[str]() for file in inside if file.parent != folder}
     for file in inside:

@@ -49,7 +49,8 @@ def visible_files(folder: Path) -> list[Path]:
 
 def list_files_and_runs(folder: Path) -> tuple[list[Path], list[Path]]:
     """The files of ``visible_files``, and the run folders among the subfolders. A linked folder is read once."""
-    files, runs = [], []
+    files = []
+    runs = []
     seen = set()
     for root, folders, names in os.walk(folder, followlinks=True):
         if OF_RUN.issubset(names) and Path(root) != folder:

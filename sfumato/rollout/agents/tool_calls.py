@@ -66,15 +66,19 @@ def _find_calls(text: str) -> list[tuple[int, int]]:
     closing tag within a text of the JSON, such as an argument that quotes the model's own syntax, closes nothing.
     """
     calls: list[tuple[int, int]] = []
-    position, is_thought, has_begun = 0, False, False
+    position = 0
+    is_thought = False
+    has_begun = False  # a thought
     while tag := _TAGS.search(text, position):
         position = tag.end()
         if tag.group() == "<think>":
-            is_thought = has_begun = True
+            is_thought = True
+            has_begun = True
         elif tag.group() == "</think>":
             if not has_begun:  # the prompt ended with <think>
                 calls.clear()
-            is_thought, has_begun = False, True
+            is_thought = False
+            has_begun = True
         elif not is_thought and (end := _end_of_call(text, position)) is not None:
             calls.append((position, end))
             position = end + len(_CLOSING)
@@ -103,9 +107,10 @@ def _read_call(content: str, tools: Sequence[JsonObject]) -> ToolCall:
         parts = None if function is None else _split(function[2], "<parameter=", "</parameter>")
         if function is None or parts is None:
             return ToolCall("", None, "a call must be <function=NAME>, with <parameter=KEY>value</parameter> within")
-        pairs = [part.partition(">")[::2] for part in parts]
-        # a line break at each end belongs to the syntax
-        values = {key: value.removeprefix("\n").removesuffix("\n") for key, value in pairs}
+        values = {}
+        for part in parts:
+            key, _, value = part.partition(">")
+            values[key] = value.removeprefix("\n").removesuffix("\n")  # these line breaks belong to the syntax
         return _typed_call(function[1], values, tools)
     if named := _NAME_AND_KEYS.fullmatch(content):
         parts = _split(named[2], "<arg_key>", "</arg_value>")
