@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
@@ -18,6 +18,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import whole_weights
 from sfumato.rollout.text.greedy import answer_greedily
+from tests.survey.tiny_configs import tiny_config
 from tests.tiny import tiny_language_description
 from tests.token_batches import LENGTHS, batch, samples
 
@@ -140,6 +141,52 @@ def test_a_reference_beside_a_model_with_frozen_weights_is_all_frozen(tmp_path):
     train = load_config(TextTrainConfig, overrides={"output_dir": "unused", "num_threads": 1})
     assert not trainable_parameters(build_language_model(config, train, frozen=True).module)
     assert "model.embed_tokens.weight" not in trainable_parameters(build_language_model(config, train).module)
+
+
+PUBLISHED_KEYS = {
+    "deepseek_v3": {"ep_size": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "num_nextn_predict_layers": 1},
+    "gemma3_text": {"sliding_window_pattern": 2, "rope_local_base_freq": 10_000.0, "cache_implementation": "hybrid"},
+    "glm4_moe": {"partial_rotary_factor": 0.5, "num_nextn_predict_layers": 1},
+    "gpt_oss": {
+        "experts_per_token": 4,
+        "initial_context_length": 4096,
+        "quantization_config": {"quant_method": "mxfp4"},
+    },
+    "phi3": {"partial_rotary_factor": 0.75, "full_attn_mod": 1, "lm_head_bias": False},
+    "qwen3_next": {"full_attention_interval": 2, "partial_rotary_factor": 0.25, "use_sliding_window": False},
+}
+"""Keys of published config.json files that transformers' classes have no field for; of some they make others."""
+
+
+@pytest.mark.parametrize("kind", PUBLISHED_KEYS)
+def test_a_published_config_is_a_description(tmp_path, kind):
+    fields = tiny_config(kind).to_diff_dict()
+    if "partial_rotary_factor" in PUBLISHED_KEYS[kind]:
+        fields.pop("rope_parameters", None)
+    published = fields | PUBLISHED_KEYS[kind] | {"model_type": kind, "transformers_version": "4.56.0"}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(published))
+    model = build({"config_path": str(path), "tokenizer_path": "bytes"})
+    expected = AutoConfig.from_pretrained(tmp_path)
+    assert model.module.config.rope_parameters == expected.rope_parameters
+    assert getattr(model.module.config, "layer_types", None) == getattr(expected, "layer_types", None)
+    assert all(key in model.notes[-1] for key in PUBLISHED_KEYS[kind])
+
+    path.write_text(json.dumps({key: value for key, value in published.items() if key != "transformers_version"}))
+    with pytest.raises(ConfigError, match="unknown key"):
+        build({"config_path": str(path), "tokenizer_path": "bytes"})
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"])
+def test_indexers_of_sparse_attention_are_frozen_since_no_gradient_reaches_them(tmp_path, kind):
+    tiny_config(kind).save_pretrained(tmp_path)  # with keys that are no fields, such as qk_head_dim
+    model = build({"config_path": str(tmp_path / "config.json"), "tokenizer_path": "bytes", "attention": "eager"})
+    model.forward_backward([batch(samples())], sum_of_losses)
+    without_gradient = {name for name, weight in model.module.named_parameters() if weight.grad is None}
+    assert without_gradient == model.frozen_names != set()
+    assert f"no gradient reaches {len(without_gradient)} weights" in " ".join(model.notes)
+    # so that weight decay leaves them as they are
+    assert not without_gradient & trainable_parameters(model.module).keys()
 
 
 def saved(tmp_path, **changes):

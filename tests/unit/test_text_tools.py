@@ -570,6 +570,17 @@ def test_a_template_that_writes_calls_as_glm_is_taken():
     ToolUse().prepare(template_with_tools("glm4_5"))
 
 
+def test_a_template_that_leaves_calls_out_is_taken_where_it_asks_for_this_form():
+    """As that of Granite 3.3 and LFM2, which ask for another form, and leave calls out of what they render."""
+    tokenizer = model_folders.build_tokenizer("qwen3")
+    plain = tokenizer.chat_template
+    tokenizer.chat_template = "{{ 'Answer by <|tool_call|> and ' ~ tools | tojson if tools }}" + plain
+    with pytest.raises(ConfigError, match="but the chat template asks for none in this form"):
+        ToolUse().prepare(template_of(None, tokenizer))
+    tokenizer.chat_template = "{{ 'Answer by <tool_call> and ' ~ tools | tojson if tools }}" + plain
+    ToolUse().prepare(template_of(None, tokenizer))
+
+
 def test_a_template_without_tools_is_refused():
     with pytest.raises(ConfigError, match=r"leaves out the tool 'calculator'; data\.chat_template hermes shows tools"):
         ToolUse().prepare(template_of("chatml"))

@@ -15,8 +15,10 @@ from sfumato.models.language.parts import (
     DTYPES,
     build_module,
     check_vocabulary,
+    describe_other_keys,
     freeze,
     is_unified,
+    names_without_gradients,
     where_described,
 )
 from sfumato.models.language.parts import build_byte_tokenizer as build_byte_tokenizer
@@ -99,10 +101,19 @@ def build_language_model(
         model.router_loss = RouterLoss(module)
     if not train_base:
         module.requires_grad_(False)
+    model.notes = (
+        *describe_left_out(described),
+        *describe_router_loss(type(module), described),
+        *describe_other_keys(config),
+    )
     if not frozen:  # nothing of a reference is trained
+        if indexer_names := names_without_gradients(module):
+            model.notes += (
+                f"no gradient reaches {len(indexer_names)} weights that choose keys of sparse attention (indexers): "
+                "they are frozen",
+            )
         # before adapters are added: patterns of ``model.freeze`` name weights of the plain module
         model.frozen_names = freeze(module, config.freeze)
-    model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
         from sfumato.models.lora import add_lora, language_targets
 

@@ -71,13 +71,26 @@ def is_unified(described: PreTrainedConfig | SimpleNamespace, sees: bool) -> boo
     return has_image_codes and described.model_type in SEES_CODES
 
 
+def names_without_gradients(module: nn.Module) -> frozenset[str]:
+    """Names of the trained weights that no gradient reaches: those of indexers, of which sparse attention uses nothing
+    but the keys that they choose. DeepSeek-V3.2 (arXiv 2512.02556) trains them by a loss of their own, which
+    transformers does not have."""
+    indexers = tuple(
+        f"{name}." for name, submodule in module.named_modules() if type(submodule).__name__.endswith("Indexer")
+    )
+    return frozenset(name for name in trainable_parameters(module) if name.startswith(indexers))
+
+
 def freeze(module: nn.Module, patterns: Sequence[str]) -> frozenset[str]:
-    """Freezes the weights whose names contain a match of one of these regular expressions. Returns their names.
+    """Freezes the weights whose names contain a match of one of these regular expressions, and those that no gradient
+    reaches, which weight decay alone would change. Returns their names.
 
     Raises:
         ConfigError: when an expression matches no trained weight, or nothing is left to train.
     """
-    frozen: set[str] = set()
+    frozen = {*names_without_gradients(module)}
+    for name in frozen:
+        module.get_parameter(name).requires_grad_(False)
     for index, pattern in enumerate(patterns):
         matched = {name: weight for name, weight in trainable_parameters(module).items() if re.search(pattern, name)}
         frozen |= matched.keys()
@@ -275,8 +288,11 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
         raise ConfigError(f"{where}: transformers refuses it: {error}") from error
 
 
-def check_keys(cls: Any, fields: dict[str, object], where: str) -> None:
+def check_keys(cls: Any, fields: Mapping[str, object], where: str) -> None:
     """Checks the keys of a description, and of the configurations inside it, against transformers' classes.
+
+    A config.json that transformers has written may have keys of other versions, or of a model's own code, such as
+    ``ep_size`` of DeepSeek-V3: ``describe_other_keys`` names them for the log.
 
     Args:
         cls: transformers' class of the configuration, a dataclass.
@@ -284,14 +300,27 @@ def check_keys(cls: Any, fields: dict[str, object], where: str) -> None:
         where: the file, for the message.
 
     Raises:
-        ConfigError: for a key that the class has no field for.
+        ConfigError: for a key that the class has no field for in a file that somebody has written.
+    """
+    unknown_keys = find_unknown_keys(cls, fields, where)
+    if unknown_keys and "transformers_version" not in fields:
+        path, valid_keys = next(iter(unknown_keys.items()))
+        prefix, _, key = path.rpartition(".")
+        place = f"{where}: {prefix}" if prefix else where
+        raise ConfigError(f"{place}: {key}: unknown key{suggest(key, valid_keys)}")
+
+
+def find_unknown_keys(cls: Any, fields: Mapping[str, object], where: str) -> dict[str, list[str]]:
+    """The keys of a description that transformers' classes have no field for, as paths (``text_config.layers``), each
+    with those that are valid in its place. Arguments as for ``check_keys``.
+
+    Raises:
+        ConfigError: for a ``model_type`` of a configuration inside it that transformers does not have.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     valid_keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
-    wrong = [str(key) for key in fields if key not in valid_keys]
-    if wrong:
-        raise ConfigError(f"{where}: {wrong[0]}: unknown key{suggest(wrong[0], sorted(valid_keys))}")
+    unknown_keys = {str(key): sorted(valid_keys) for key in fields if key not in valid_keys}
     for name, part in cls.sub_configs.items():
         part_fields = fields.get(name)
         if isinstance(part_fields, dict):
@@ -299,7 +328,22 @@ def check_keys(cls: Any, fields: dict[str, object], where: str) -> None:
             if part is AutoConfig and kind not in CONFIG_MAPPING:
                 raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
             part_cls = CONFIG_MAPPING[cast("str", kind)] if part is AutoConfig else part
-            check_keys(part_cls, part_fields, f"{where}: {name}")
+            inner = find_unknown_keys(part_cls, part_fields, f"{where}: {name}")
+            unknown_keys |= {f"{name}.{key}": valid for key, valid in inner.items()}
+    return unknown_keys
+
+
+def describe_other_keys(config: LanguageModelConfig) -> tuple[str, ...]:
+    """The line for the log about keys of a published config.json that are no fields of transformers' class."""
+    from transformers import CONFIG_MAPPING
+
+    if config.config_path is None:
+        return ()
+    fields = read_yaml(config.config_path)
+    names = find_unknown_keys(CONFIG_MAPPING[cast("str", fields["model_type"])], fields, str(config.config_path))
+    if not names:
+        return ()
+    return (f"{config.config_path}: read as in a folder, though no fields of transformers' class: {', '.join(names)}",)
 
 
 def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:

@@ -87,11 +87,17 @@ class ToolUse(RolloutKind):
                 f"rollout.kind.calls hermes needs a chat template that shows calls of tools: {error}"
             ) from error
         answer = whole.removeprefix(question) if whole.startswith(question) else ""
-        if name in answer and name not in [read.name for read in read_calls(answer)]:
+        if name in answer:
+            is_read = name in [read.name for read in read_calls(answer)]
+            form = f"writes one as {answer.strip()!r}"
+        else:  # the template leaves calls out: what it says of them before is all that tells their form
+            is_read = "<tool_call>" in question
+            form = "asks for none in this form"
+        if not is_read:
             raise ConfigError(
-                "rollout.kind.calls hermes reads calls in <tool_call>, but the chat template writes one as "
-                f"{answer.strip()!r}, and so will the model: set data.chat_template hermes to teach it the other form, "
-                "or read this one in an agent or environment of your own"
+                f"rollout.kind.calls hermes reads calls in <tool_call>, but the chat template {form}, and so will the "
+                "model: set data.chat_template hermes to teach it the other form, or read this one in an agent or "
+                "environment of your own"
             )
 
     def tools(self) -> Tools | None:
