@@ -26,6 +26,7 @@ _WITH_EXPONENT = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,4})")
 _MIXED_NUMBER = re.compile(r"(-?\d+) +(\d+)/(\d+)")
 _GROUPS_OF_DIGITS = re.compile(r"[-+]?\d{1,3}(?:(?:\\[,:; ]|[~ \u00a0\u2009\u202f])\d{3})+(?:\.\d+)?")
 _CURRENCY = re.compile("[\u00a3\u20ac\u00a5\u20b9]")
+_STOP_IN_BOX = re.compile(r"(\\boxed\{[^{}]*[^{}.])\.\s*\}")
 _FORMULA = re.compile(r"(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
 
 
@@ -136,12 +137,18 @@ def _are_equal(target: str, text: str) -> bool:
     """math-verify's verdict. Its time limits are off: they use SIGALRM, which the caller has set."""
     from math_verify import parse, verify
 
-    gold = parse(in_box(target), parsing_timeout=None)
+    gold = parse(_spell_as_read(in_box(target)), parsing_timeout=None)
     if all(isinstance(part, str) for part in gold):
         raise DataError(
             f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
         )
-    return verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None)
+    return verify(gold, parse(_spell_as_read(text), parsing_timeout=None), timeout_seconds=None)
+
+
+def _spell_as_read(text: str) -> str:
+    """A text without two things that math-verify does not read: the full stop at the end of a box, as in ``10.`` and
+    ``C.``, and another sign of the empty set."""
+    return _STOP_IN_BOX.sub(r"\1}", text).replace(r"\varnothing", r"\emptyset")
 
 
 def in_box(text: str) -> str:

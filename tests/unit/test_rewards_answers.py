@@ -276,6 +276,12 @@ def math_reward():
         (r"\boxed{1.5}", "2 1/2", False),
         (r"\boxed{10000}", r"10\,000", True),
         (r"\boxed{0}", r"10\,000", False),
+        (r"\boxed{10}", "10.", True),
+        (r"so it is \boxed{C.}", "C", True),
+        (r"\boxed{10. }", "10", True),
+        (r"\boxed{1.5}", "1.5", True),
+        (r"\boxed{\varnothing}", r"\emptyset", True),
+        (r"\boxed{\emptyset}", r"\varnothing", True),
     ],
 )
 def test_mathematical_equality(math_reward, text, answer, equal):
