@@ -68,6 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
+    except (ImportError, RuntimeError) as error:
+        from sfumato.config.versions import describe_broken_package  # not at the top: `sfumato --help` is quick
+
+        if not (broken_package := describe_broken_package(error)):
+            raise
+        print(printable(f"error: {broken_package}"), file=sys.stderr)
+        return UserError.exit_code
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from packaging.requirements import Requirement
 
 import sfumato
-from sfumato.config.versions import installed_version, required_packages
+from sfumato.config.versions import describe_broken_package, installed_version, required_packages
 from sfumato.config.writing import open_new, remove
 from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, contradictions, known_release
 
@@ -36,6 +36,10 @@ State = Literal["ok", "missing", "broken"]
 EXTRAS = {
     "rapidocr": ("the OCR reward", "pip install rapidocr onnxruntime"),
     "opencv-python-headless": ("files of videos", "pip install opencv-python-headless"),
+    "torchvision": (
+        "editing with Qwen-Image and FLUX.2; transformers imports it wherever it is",
+        "pip install torchvision",
+    ),
     "wandb": ("train.trackers: wandb", "pip install wandb"),
     "swanlab": ("train.trackers: swanlab", "pip install swanlab"),
     "mlflow": ("train.trackers: mlflow", "pip install mlflow"),
@@ -162,7 +166,7 @@ def _describe_failure(action: Callable[[], object]) -> str:
     try:
         action()
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return describe_broken_package(error) or f"{type(error).__name__}: {error}".splitlines()[0]
     return ""
 
 
@@ -267,7 +271,8 @@ def _extras() -> Iterator[Finding]:
             yield Finding("extras", name, "missing", use, remedy)
             continue
         if wrong := _import_problem(name):
-            yield Finding("extras", name, "broken", f"{version}, cannot be imported: {wrong}", remedy)
+            mend = f"{remedy} --upgrade, or pip uninstall {name}"
+            yield Finding("extras", name, "broken", f"{version}, cannot be imported: {wrong}", mend)
         else:
             yield Finding("extras", name, "ok", f"{version}: {use}")
     program = shutil.which("tesseract")

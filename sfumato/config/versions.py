@@ -8,8 +8,12 @@ same (packages that were installed without their dependencies, by hand or later)
 from __future__ import annotations
 
 import importlib.metadata
+import traceback
 
 from packaging.requirements import Requirement
+
+IMPORTING = ("torch", "transformers", "diffusers", "peft", "accelerate", "sfumato")
+"""Modules whose frames stand around an import that fails; what they import does not fit."""
 
 
 def required_packages() -> list[Requirement]:
@@ -32,6 +36,33 @@ def installed_version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def describe_broken_package(error: BaseException) -> str:
+    """Names the package that keeps a library from being imported, with the remedy; empty for other errors.
+
+    transformers and diffusers import their modules late, and optional packages with them as soon as they are installed:
+    one that does not fit torch (``operator torchvision::nms does not exist``) ends in an error about a class of models.
+    """
+    chain = [error]
+    while chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    if not any(str(link).startswith(("Could not import module", "Failed to import")) for link in chain):
+        return ""
+    # the frames of a cause begin where it was caught: in the library that imports late
+    frames = (frame for cause in chain[1:] for frame, _ in traceback.walk_tb(cause.__traceback__))
+    modules = [str(frame.f_globals.get("__name__", "")).partition(".")[0] for frame in frames]
+    names_by_module = importlib.metadata.packages_distributions()
+    optional = [module for module in modules if module in names_by_module and module not in IMPORTING]
+    if not optional:
+        return ""
+    package = names_by_module[optional[-1]][0]
+    reason = f"{type(chain[-1]).__name__}: {chain[-1]}".partition("\n")[0]
+    return (
+        f"{package} {installed_version(package) or ''} is installed, but cannot be imported ({reason}), which keeps "
+        "transformers and diffusers from being imported: install the version that fits torch "
+        f"{installed_version('torch')}, or pip uninstall {package}"
+    )
 
 
 def describe_untested_versions() -> list[str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from sfumato.config.characters import printable
+from sfumato.config.versions import describe_broken_package
 from sfumato.errors import (
     NonFiniteError,
     PreemptedError,
@@ -79,6 +80,8 @@ def ending_of(error: BaseException) -> Ending:
         return Ending(text, 128 + signal.SIGINT)
     if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None:
         return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
+    if broken_package := describe_broken_package(error):
+        return Ending(f"error: {broken_package}", UserError.exit_code)
     trace = "".join(traceback.format_exception(error)).rstrip()
     text = str(error)
     rank = os.environ.get("RANK", "0")

@@ -297,9 +297,12 @@ def test_pixels_of_image_reward_are_scaled_cut_and_normalised():
 
 
 def test_a_class_has_the_probability_that_transformers_gives_it(folders):
-    from transformers import pipeline
+    from transformers import AutoImageProcessor, pipeline
 
-    classify = pipeline("image-classification", model=str(folders["classifier"]), device="cpu")
+    folder = str(folders["classifier"])
+    # where torchvision is installed, transformers would scale pictures by it
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    classify = pipeline("image-classification", model=folder, image_processor=processor, device="cpu")
     expected = [
         next(entry["score"] for entry in classify(Image.fromarray(image)) if entry["label"] == "NSFW")
         for image in images(3)
