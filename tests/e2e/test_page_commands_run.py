@@ -95,7 +95,9 @@ def tiny_config(command: Command, task: str, path: Path, ranks: int) -> dict[str
     if name in command.words:
         size = int(command.words[command.words.index(name) + 1])
     content["train"] |= {"max_steps": 1, "device": "cpu", "num_threads": 1}
-    content["train"] |= {"micro_batch_size": size, "global_batch_size": size * ranks}
+    content["train"]["micro_batch_size"] = size
+    if task != "rl_diffusion_direct":  # whose iteration is one optimiser step
+        content["train"]["global_batch_size"] = size * ranks
     if task.startswith("rl_diffusion"):
         content["rollout"] |= {"num_prompts": ranks, "n": 2, "micro_batch_size": 2}
     if task == "rl_text":
