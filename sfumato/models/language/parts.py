@@ -203,9 +203,9 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> PreTra
     without_vision_config = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in without_vision_config:
         raise ConfigError(
-            f"data.data_type with images: a model of type {described.model_type} sees none, and of those that hear "
-            f"alone {' and '.join(HEAR)} is supported: take one that does, or a data.data_type without images "
-            "(conversation, prompts)"
+            f"data.data_type with images: a model of type {described.model_type} has no encoder of images "
+            f"(vision_config), and of those that hear alone {' and '.join(HEAR)} is supported: take one that has, or a "
+            "data.data_type without images (conversation, prompts)"
         )
     return described
 
