@@ -176,8 +176,8 @@ def language_targets(module: nn.Module) -> list[str]:
 
     These are all linear layers of its decoder's blocks but routers and what Mamba reads without calling the layer; in a
     mixture-of-experts model only those of attention, since peft has no way to name its dense layers and shared
-    experts. Layers whose short names belong to routers or to other submodules elsewhere, as in the encoder of Gemma 4,
-    are named in full.
+    experts. Layers whose short names belong to other submodules, too, such as routers or layers of an encoder, are
+    named in full.
     """
     # Mamba multiplies by the weight of dt_proj itself, without the adapter that merging would add
     left_out = ("dt_proj", *(EXPERTS if has_experts(module) else ()))
@@ -195,11 +195,7 @@ def language_targets(module: nn.Module) -> list[str]:
         for name, submodule in block.named_modules()
         if isinstance(submodule, nn.Linear) and not _is_in_router(name)
     }
-    ambiguous = {
-        _last_part(name)
-        for name, submodule in module.named_modules()
-        if not isinstance(submodule, nn.Linear) or _is_in_router(name)
-    }
+    ambiguous = {_last_part(name) for name, _ in module.named_modules() if name not in short_names}
     targets = dict.fromkeys(
         name if short_name in ambiguous else short_name
         for name, short_name in short_names.items()

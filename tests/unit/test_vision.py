@@ -349,13 +349,6 @@ def test_meshes_that_cannot_be_are_refused(tmp_path, kind, cut, message):
         check_multimodal(model.plain, Mesh(Layout(**cut), torch.device("cpu")))
 
 
-def test_adapters_go_into_the_language_model_where_the_encoder_calls_other_things_so(tmp_path):
-    model, _ = build(tmp_path, "gemma4", model={"lora": {"rank": 2, "alpha": 4, "init_weights": "default"}})
-    names = [name for name, weight in model.plain.named_parameters() if weight.requires_grad]
-    assert any("q_proj.lora_A" in name for name in names)
-    assert all(name.startswith("model.language_model.layers.") for name in names)
-
-
 def test_features_of_later_layers_must_lie_in_the_first_stage(tmp_path):
     described = tiny_vision_description("qwen3_vl")
     described["vision_config"]["deepstack_visual_indexes"] = [0, 1]
