@@ -371,6 +371,24 @@ def test_folders_in_other_layouts_are_refused_with_the_remedy(file: str, said: s
         read_model_config(LanguageModelConfig(model_path=str(path)))
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("output_attentions", True, "config.json: output_attentions true changes .*: set output_attentions to false"),
+        ("return_dict", False, "config.json: return_dict false changes .*: set return_dict to true"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": None}, "transformers cannot load it: .*NoneType"),
+    ],
+)
+def test_settings_with_which_a_run_or_its_export_would_fail_are_refused_before_it(
+    field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=said):
+        build_language_model(LanguageModelConfig(model_path=str(folder)), TextTrainConfig(output_dir="unused"))
+
+
 def test_adapters_beside_a_model_are_refused(tmp_path: Path) -> None:
     """transformers adds them to the model that it reads, so that they alone would be trained."""
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')

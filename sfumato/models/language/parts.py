@@ -30,6 +30,7 @@ from sfumato.models.language.source_folder import (
     keep_float32,
     refuse_loss_terms,
     refuse_other_head,
+    refuse_other_outputs,
 )
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
@@ -200,6 +201,7 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> PreTra
     """
     described = _read_model_config(config, sees)
     refuse_loss_terms(described, where_described(config))
+    refuse_other_outputs(described, where_described(config))
     without_vision_config = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in without_vision_config:
         raise ConfigError(
@@ -384,7 +386,7 @@ def _load(
             ignore_mismatched_sizes=True,  # refused below, with names and shapes
             **quantization,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         name = "packed" if attention == ATTENTION else attention
         is_attention = attention != "eager" and ("attention" in str(error) or attention in str(error))
         remedy = f" with model.attention {name}, set it to eager" if is_attention else ""

@@ -150,6 +150,28 @@ def refuse_loss_terms(config: PreTrainedConfig, where: str) -> None:
             )
 
 
+def refuse_other_outputs(config: PreTrainedConfig, where: str) -> None:
+    """Refuses a configuration that asks transformers for other outputs than logits by name.
+
+    With ``output_attentions`` transformers writes no configuration beside an attention other than eager: the export
+    would fail, after all of the training.
+
+    Args:
+        config: transformers' configuration.
+        where: its file, for the message.
+
+    Raises:
+        ConfigError: when it does.
+    """
+    for part in (config, config.get_text_config()):
+        for name, read in (("output_attentions", False), ("return_dict", True)):
+            if getattr(part, name, read) != read:
+                raise ConfigError(
+                    f"{where}: {name} {str(not read).lower()} changes what transformers' model returns, and nothing "
+                    f"here reads that: set {name} to {str(read).lower()}"
+                )
+
+
 def describe_jitter(config: PreTrainedConfig) -> str | None:
     """A warning that a run's probe will refuse a configuration, since routers draw noise in training; None where they
     draw none."""
