@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from sfumato.checkpoint.export import export_model
 from sfumato.commands.check_config import check_config
@@ -20,6 +20,7 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.media.image_conversation import ImageConversation
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.parts import build_byte_tokenizer, read_model_config
@@ -28,14 +29,13 @@ from sfumato.parallel.mesh import Mesh
 from tests.survey.test_tiny_configs import NAMES
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, tiny_text_rl_config, write_config
+from tests.tiny_vision import tiny_vision_description
 
 BF16: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 1, "lr": 1e-30, "lr_warmup_steps": 0}
 
 
 def write_model(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     """A bf16 folder as transformers writes it; weights that its class keeps in float32 are."""
-    from transformers import CONFIG_MAPPING
-
     described = tiny_language_description(kind) | fields
     config = CONFIG_MAPPING[described.pop("model_type")](**described)
     torch.manual_seed(0)
@@ -233,6 +233,18 @@ def test_layers_for_further_tokens_are_not_counted_by_an_export(tmp_path: Path, 
     checked = check_config(write_config(config, tmp_path / "config.yaml"))
     assert any("num_nextn_predict_layers 1" in note for note in checked.notes)
     assert json.loads((run / "hf_ckpt/config.json").read_text())["num_nextn_predict_layers"] == 0
+
+
+def test_an_encoder_that_training_on_texts_leaves_out_is_said(tmp_path: Path) -> None:
+    described = tiny_vision_description("qwen3_5")  # whose published folders all see
+    config = CONFIG_MAPPING[described.pop("model_type")](**described)
+    with torch.device("meta"):
+        AutoModelForMultimodalLM.from_config(config).to_empty(device="cpu").save_pretrained(tmp_path)
+    settings = LanguageModelConfig(model_path=str(tmp_path), tokenizer_path="bytes")
+    train = TextTrainConfig(output_dir="unused", init_device="meta")
+    (note,) = build_language_model(settings, train).notes
+    assert "vision_config is neither trained nor exported" in note and "Qwen3_5ForCausalLM" in note
+    assert build_language_model(settings, train, data_type=ImageConversation()).notes == ()
 
 
 def test_a_head_of_its_own_beside_a_tied_embedding_is_named(tmp_path: Path) -> None:

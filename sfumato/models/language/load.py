@@ -102,7 +102,7 @@ def build_language_model(
     if not frozen:  # nothing of a reference is trained
         # before adapters are added: patterns of ``model.freeze`` name weights of the plain module
         model.frozen_names = freeze(module, config.freeze)
-    model.notes = (*describe_left_out(described), *describe_router_loss(type(module), described))
+    model.notes = (*describe_left_out(described, type(module)), *describe_router_loss(type(module), described))
     if config.lora is not None and not frozen:
         from sfumato.models.lora import add_lora, language_targets
 

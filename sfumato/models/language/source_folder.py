@@ -109,9 +109,22 @@ def forget_what_is_not_exported(config: PreTrainedConfig) -> None:
                 setattr(part, name, 0)
 
 
-def describe_left_out(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Lines for the log about features of the folder that the run's export does not have."""
+def describe_left_out(config: PreTrainedConfig, cls: type[PreTrainedModel] | None) -> tuple[str, ...]:
+    """Lines for the log about features of the folder that the run's export does not have.
+
+    Args:
+        config: transformers' configuration of the folder.
+        cls: transformers' class of the model that is trained, where it is known.
+    """
     lines: list[str] = []
+    if cls is not None and cls.config_class is not None and not isinstance(config, cls.config_class):
+        encoders = [name for name in config.sub_configs if name != "text_config" and getattr(config, name, None)]
+        if encoders:
+            lines.append(
+                f"of the model's parts {', '.join(encoders)} is neither trained nor exported: the export is the "
+                f"language model alone ({cls.__name__}), which engines may not serve; to keep the whole model take "
+                "data.data_type image_conversation or image_prompts, which take rows without images, too"
+            )
     method = quantization_method(config)
     if method is not None:
         lines.append(f"the model's weights are quantised by {method}: they are trained, and exported, as plain numbers")
