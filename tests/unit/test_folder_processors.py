@@ -123,3 +123,22 @@ def test_images_that_are_not_supported_are_refused_with_the_reason(
     )
     with pytest.raises(ConfigError, match=rf"{reason}.*, or images of {kind} are not supported"):
         vision_of(tmp_path, config, processor)
+
+
+def test_an_export_of_a_folder_with_its_settings_of_images_within_others_holds_them_once(tmp_path: Path) -> None:
+    """Limits of the run stood in one of two files, of which transformers 5 reads one and other programs the other."""
+    images = transformers.Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
+    named = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    tokenizer = tokenizer_with(*named.values())
+    tokenizer.save_pretrained(tmp_path)
+    settings = {"image_processor": json.loads(images.to_json_string()), "processor_class": "Qwen2VLProcessor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    config = tiny_config("qwen2_vl", "qwen2_vl", image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    with torch.device("meta"):
+        module = AutoModelForImageTextToText.from_config(config)
+    reader = build_vision(config, tmp_path, module, tokenizer).reader.limited(None, 512)
+    (tmp_path / "export").mkdir()
+    reader.save(tmp_path / "export", tmp_path)
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        saved = json.loads((tmp_path / "export" / file).read_text())
+        assert saved.get("image_processor", saved)["size"] == {"shortest_edge": 64, "longest_edge": 2048}, file
