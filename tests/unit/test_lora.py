@@ -113,6 +113,7 @@ def test_default_targets(kind, expected):
         ("dbrx", "router.layer"),
         ("longcat_flash", "router.classifier"),
         ("deepseek_v32", "indexer.wk"),
+        ("deepseek_v4", "o_a_proj"),  # no router: a matrix of which each part multiplies a part of the input
     ],
 )
 def test_default_targets_leave_routers_out(kind, router):
