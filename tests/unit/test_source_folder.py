@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -258,6 +258,30 @@ def test_a_head_of_its_own_beside_a_tied_embedding_is_named(tmp_path: Path) -> N
         ConfigError, match=r"tie_word_embeddings true, but lm_head\.weight in model\.safetensors is anoth"
     ):
         run_task_here("train_text", config_of(tmp_path / "other", folder))
+
+
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_a_head_that_only_a_class_ties_by_default_is_the_folders_as_of_mistral_small(
+    tmp_path: Path, init_device: Literal["cpu", "meta"]
+) -> None:
+    described = tiny_vision_description("gemma3")
+    config = CONFIG_MAPPING[described.pop("model_type")](**described)
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
+    stored = weights(tmp_path)
+    (embedding,) = (name for name in stored if name.endswith("embed_tokens.weight"))
+    head = torch.randn(stored[embedding].shape)
+    save_file(stored | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = LanguageModelConfig(model_path=str(tmp_path), tokenizer_path="bytes")
+    train = TextTrainConfig(output_dir="unused", init_device=init_device)
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings true, but language_model\.lm_head\.weight"):
+        build_language_model(settings, train)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "tie_word_embeddings"}))
+    model = build_language_model(settings, train)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
+    assert torch.equal(model.plain.get_output_embeddings().weight, head)
+    assert torch.equal(model.plain.get_input_embeddings().weight, stored[embedding])
+    assert model.plain.config.tie_word_embeddings is False
 
 
 def test_adapters_on_a_tied_head_are_refused_with_the_reason(tmp_path: Path) -> None:

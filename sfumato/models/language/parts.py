@@ -29,8 +29,8 @@ from sfumato.models.language.source_folder import (
     forget_what_is_not_exported,
     keep_float32,
     refuse_loss_terms,
-    refuse_other_head,
     refuse_other_outputs,
+    settle_head,
 )
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
@@ -244,7 +244,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
             described = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
-        refuse_other_head(folder, described)
+        settle_head(folder, described)
         if sees and hasattr(described, "thinker_config"):  # of a whole omni model, whose speaking part is left out
             described = described.thinker_config
         if not sees and described.model_type in HEAR:

@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 from sfumato.parallel.weight_files import converted, open_weights
 
@@ -39,8 +40,10 @@ JITTER = {
 }
 """Fields for the amount of noise that routers draw in training, and the model types that use them."""
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of output layers."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""Ends of the names of embeddings of tokens."""
 COMPARED_ROWS = 64
 """Number of rows, at the beginning and at the end, that are compared to tell two matrices apart."""
 
@@ -200,29 +203,43 @@ def describe_jitter(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def refuse_other_head(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses a folder whose configuration ties the output layer to the embedding, but which holds another one.
+def settle_head(folder: Path, config: PreTrainedConfig) -> None:
+    """Settles whether a model's output layer is its embedding, where the folder holds another matrix for it.
+
+    Where config.json says nothing, and transformers' class ties the two by default (Mistral 3, InternVL), they are
+    untied, as by ``from_pretrained``. Models on meta do not see the weights and would lose the output layer.
+
+    Args:
+        folder: of the model.
+        config: transformers' configuration of the folder; its ``tie_word_embeddings`` may be changed.
 
     Raises:
-        ConfigError: when the two matrices differ.
+        ConfigError: when config.json ties them and the two matrices differ.
     """
-    if config.get_text_config() is not config or not getattr(config, "tie_word_embeddings", False):
-        return  # a model with several parts decides by itself what it ties
+    if not getattr(config, "tie_word_embeddings", False):
+        return
     path_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                path_of |= {name: path for name in file.keys() if name in (HEAD, EMBEDDING)}  # noqa: SIM118
+                path_of |= {name: path for name in file.keys() if name.endswith((*HEADS, *EMBEDDINGS))}  # noqa: SIM118
         except (SafetensorError, OSError):
             return  # reading the weights will report the broken file
-    if not {HEAD, EMBEDDING} <= path_of.keys():
+    heads = [name for name in path_of if name.endswith(HEADS)]
+    embeddings = [name for name in path_of if name.endswith(EMBEDDINGS)]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return  # several parts have their own, of which the class knows the pairs
+    head, embedding = heads[0], embeddings[0]
+    if torch.equal(_read_end_rows(path_of[head], head), _read_end_rows(path_of[embedding], embedding)):
         return
-    if not torch.equal(_read_end_rows(path_of[HEAD], HEAD), _read_end_rows(path_of[EMBEDDING], EMBEDDING)):
-        raise ConfigError(
-            f"model.model_path {folder}: config.json says tie_word_embeddings true, but {HEAD} in {path_of[HEAD].name} "
-            f"is another matrix than {EMBEDDING}: set tie_word_embeddings to false if the two were trained apart, or "
-            f"remove {HEAD}"
-        )
+    if "tie_word_embeddings" not in read_json_object(folder / "config.json"):
+        config.tie_word_embeddings = False  # pyright: ignore[reportAttributeAccessIssue]  (a field of its class)
+        return
+    raise ConfigError(
+        f"model.model_path {folder}: config.json says tie_word_embeddings true, but {head} in {path_of[head].name} "
+        f"is another matrix than {embedding}: set tie_word_embeddings to false if the two were trained apart, or "
+        f"remove {head}"
+    )
 
 
 def _read_end_rows(path: Path, name: str) -> Tensor:
