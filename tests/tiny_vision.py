@@ -16,7 +16,7 @@ from tests.tiny import _train, merge, write_config
 
 IDS = {"vision_start_token_id": 259, "vision_end_token_id": 260, "image_token_id": 261, "video_token_id": 262}
 
-TOKENS = {"gemma4": 768, "glm4v": 384, "llava_next": 384, "llava_onevision": 384, "smolvlm": 768}
+TOKENS = {"gemma4": 768, "glm4v": 384, "llava_next": 384, "llava_onevision": 384, "smolvlm": 768, "idefics3": 768}
 """Tokens that hold a conversation with two pictures, of models that make more than 128 of them."""
 
 
@@ -131,6 +131,10 @@ def tiny_vision_description(kind: str) -> dict[str, Any]:
         text |= {"model_type": "llama", "max_position_embeddings": 1024}
         vision = siglip | {"image_size": 16, "patch_size": 4, "initializer_range": 0.1}
         return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 261}
+    if kind == "idefics3":  # whose processor adds its three tokens itself
+        text |= {"model_type": "llama", "vocab_size": 266, "max_position_embeddings": 1024}
+        vision = siglip | {"image_size": 16, "patch_size": 4, "initializer_range": 0.1}
+        return {"model_type": kind, "text_config": text, "vision_config": vision, "image_token_id": 264}
     if kind in ("llava", "llava_next"):
         text["model_type"] = "llama"
         vision = siglip | {"model_type": "clip_vision_model", "image_size": 16, "patch_size": 4, "projection_dim": 16}

@@ -299,11 +299,11 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
     model = made_model(config.model)
     has_images = config.data.data_type.has_images
     described = read_model_config(model, has_images)
-    findings.notes.extend(describe_left_out(described))
-    if jitter := describe_jitter(described):
-        (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
     auto_class = AutoModelForMultimodalLM if has_images else AutoModelForCausalLM
     cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
+    findings.notes.extend(describe_left_out(described, cls))
+    if jitter := describe_jitter(described):
+        (findings.problems if config.train.probe == "stop" else findings.notes).append(jitter)
     if type(config) is not TrainTextConfig:
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:

@@ -176,8 +176,8 @@ def language_targets(module: nn.Module) -> list[str]:
 
     These are all linear layers of its decoder's blocks but routers and what Mamba reads without calling the layer; in a
     mixture-of-experts model only those of attention, since peft has no way to name its dense layers and shared
-    experts. Layers whose short names belong to routers or to other submodules elsewhere, as in the encoder of Gemma 4,
-    are named in full.
+    experts. Layers whose short names belong to other submodules, too, such as routers or layers of an encoder, are
+    named in full.
     """
     # Mamba multiplies by the weight of dt_proj itself, without the adapter that merging would add
     left_out = ("dt_proj", *(EXPERTS if has_experts(module) else ()))
@@ -193,19 +193,21 @@ def language_targets(module: nn.Module) -> list[str]:
         for start, block in find_blocks(module, language_plan(module)).items()
         if id(block) in decoder_modules
         for name, submodule in block.named_modules()
-        if isinstance(submodule, nn.Linear) and not _is_in_router(name)
+        if _is_linear(submodule) and not _is_in_router(name)
     }
-    ambiguous = {
-        _last_part(name)
-        for name, submodule in module.named_modules()
-        if not isinstance(submodule, nn.Linear) or _is_in_router(name)
-    }
+    ambiguous = {_last_part(name) for name, _ in module.named_modules() if name not in short_names}
     targets = dict.fromkeys(
         name if short_name in ambiguous else short_name
         for name, short_name in short_names.items()
         if short_name not in left_out
     )
     return [*targets]
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a layer multiplies its whole input by one matrix, as its adapter would. DeepSeek-V4 has layers of torch's
+    class that multiply each part of the input by a part of the matrix."""
+    return isinstance(module, nn.Linear) and not hasattr(module, "n_groups")
 
 
 def _is_in_router(name: str) -> bool:
@@ -316,11 +318,9 @@ def _check_targets(module: nn.Module, targets: Sequence[str], config: LoraConfig
     modules = dict(module.named_modules())
     for target in targets:
         matched = [submodule for key, submodule in modules.items() if key == target or key.endswith(f".{target}")]
-        not_linear = [submodule for submodule in matched if not isinstance(submodule, nn.Linear)]
+        not_linear = [submodule for submodule in matched if not _is_linear(submodule)]
         if not matched or not_linear:
-            linear = sorted(
-                {_after_layer_number(key) for key, submodule in modules.items() if isinstance(submodule, nn.Linear)}
-            )
+            linear = sorted({_after_layer_number(key) for key, submodule in modules.items() if _is_linear(submodule)})
             reason = f"is a {type(not_linear[0]).__name__}, no linear layer" if not_linear else "matches no layer"
             raise ConfigError(
                 f"model.lora.target_modules: {target!r} {reason} of {name}; there are {', '.join(linear)}"

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from sfumato.models.lora import (
 from sfumato.parallel.weights import build_on_meta
 from tests.dist.cases import build, packed_row
 from tests.survey.tiny_configs import tiny_config
+from tests.tiny_vision import tiny_vision_description
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
@@ -111,6 +113,7 @@ def test_default_targets(kind, expected):
         ("dbrx", "router.layer"),
         ("longcat_flash", "router.classifier"),
         ("deepseek_v32", "indexer.wk"),
+        ("deepseek_v4", "o_a_proj"),  # no router: a matrix of which each part multiplies a part of the input
     ],
 )
 def test_default_targets_leave_routers_out(kind, router):
@@ -122,6 +125,19 @@ def test_default_targets_leave_routers_out(kind, router):
     assert adapted_layers
     assert any(name.endswith(router) for name in linear)
     assert not [name for name in adapted_layers if name.endswith(router)]
+
+
+@pytest.mark.parametrize("kind", ["gemma4", "gemma3", "qwen2_5_vl", "glm4v", "llava", "idefics3", "qwen2_audio"])
+def test_default_adapters_of_a_model_that_sees_or_hears_leave_its_encoder_alone(kind):
+    described = tiny_vision_description(kind)
+    config = transformers.CONFIG_MAPPING[described.pop("model_type")](**described)
+    with torch.device("meta"):
+        module = transformers.AutoModelForMultimodalLM.from_config(config)
+    add_lora(module, LoraConfig(rank=2, alpha=4.0), language_targets(module), 0)
+    layers = {name.partition(".lora_A")[0] for name in trained_names(module) if ".lora_A" in name}
+    assert all(re.match(r"model\.(language_model|text_model)\.layers\.", name) for name in layers)
+    merged = {"gate_up_proj"} if kind == "glm4v" else {"gate_proj", "up_proj"}
+    assert {*ATTENTION, *merged, "down_proj"} <= {name.rpartition(".")[2] for name in layers}
 
 
 def test_default_targets_are_found_where_a_class_calls_its_head_the_decoder():

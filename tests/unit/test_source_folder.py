@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM
 
 from sfumato.checkpoint.export import export_model
 from sfumato.commands.check_config import check_config
@@ -20,6 +20,7 @@ from sfumato.config.load import load_config
 from sfumato.config.sections import LoraConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
+from sfumato.data.media.image_conversation import ImageConversation
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.parts import build_byte_tokenizer, read_model_config
@@ -28,14 +29,13 @@ from sfumato.parallel.mesh import Mesh
 from tests.survey.test_tiny_configs import NAMES
 from tests.survey.tiny_configs import tiny_config
 from tests.tiny import run_task_here, tiny_language_description, tiny_text_config, tiny_text_rl_config, write_config
+from tests.tiny_vision import tiny_vision_description
 
 BF16: dict[str, Any] = {"mixed_precision": "bf16", "max_steps": 1, "lr": 1e-30, "lr_warmup_steps": 0}
 
 
 def write_model(folder: Path, kind: str = "llama", **fields: Any) -> Path:
     """A bf16 folder as transformers writes it; weights that its class keeps in float32 are."""
-    from transformers import CONFIG_MAPPING
-
     described = tiny_language_description(kind) | fields
     config = CONFIG_MAPPING[described.pop("model_type")](**described)
     torch.manual_seed(0)
@@ -235,6 +235,18 @@ def test_layers_for_further_tokens_are_not_counted_by_an_export(tmp_path: Path, 
     assert json.loads((run / "hf_ckpt/config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
+def test_an_encoder_that_training_on_texts_leaves_out_is_said(tmp_path: Path) -> None:
+    described = tiny_vision_description("qwen3_5")  # whose published folders all see
+    config = CONFIG_MAPPING[described.pop("model_type")](**described)
+    with torch.device("meta"):
+        AutoModelForMultimodalLM.from_config(config).to_empty(device="cpu").save_pretrained(tmp_path)
+    settings = LanguageModelConfig(model_path=str(tmp_path), tokenizer_path="bytes")
+    train = TextTrainConfig(output_dir="unused", init_device="meta")
+    (note,) = build_language_model(settings, train).notes
+    assert "vision_config is neither trained nor exported" in note and "Qwen3_5ForCausalLM" in note
+    assert build_language_model(settings, train, data_type=ImageConversation()).notes == ()
+
+
 def test_a_head_of_its_own_beside_a_tied_embedding_is_named(tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model", tie_word_embeddings=True)
     stored = weights(folder)
@@ -246,6 +258,30 @@ def test_a_head_of_its_own_beside_a_tied_embedding_is_named(tmp_path: Path) -> N
         ConfigError, match=r"tie_word_embeddings true, but lm_head\.weight in model\.safetensors is anoth"
     ):
         run_task_here("train_text", config_of(tmp_path / "other", folder))
+
+
+@pytest.mark.parametrize("init_device", ["cpu", "meta"])
+def test_a_head_that_only_a_class_ties_by_default_is_the_folders_as_of_mistral_small(
+    tmp_path: Path, init_device: Literal["cpu", "meta"]
+) -> None:
+    described = tiny_vision_description("gemma3")
+    config = CONFIG_MAPPING[described.pop("model_type")](**described)
+    AutoModelForMultimodalLM.from_config(config).save_pretrained(tmp_path)
+    stored = weights(tmp_path)
+    (embedding,) = (name for name in stored if name.endswith("embed_tokens.weight"))
+    head = torch.randn(stored[embedding].shape)
+    save_file(stored | {"language_model.lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+    settings = LanguageModelConfig(model_path=str(tmp_path), tokenizer_path="bytes")
+    train = TextTrainConfig(output_dir="unused", init_device=init_device)
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings true, but language_model\.lm_head\.weight"):
+        build_language_model(settings, train)
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "tie_word_embeddings"}))
+    model = build_language_model(settings, train)
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
+    assert torch.equal(model.plain.get_output_embeddings().weight, head)
+    assert torch.equal(model.plain.get_input_embeddings().weight, stored[embedding])
+    assert model.plain.config.tie_word_embeddings is False
 
 
 def test_adapters_on_a_tied_head_are_refused_with_the_reason(tmp_path: Path) -> None:
@@ -369,6 +405,24 @@ def test_folders_in_other_layouts_are_refused_with_the_remedy(file: str, said: s
         read_model_config(LanguageModelConfig(model_path=str(tmp_path / "model")))
     with pytest.raises(ConfigError, match="is a file, not a model folder"):
         read_model_config(LanguageModelConfig(model_path=str(path)))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("output_attentions", True, "config.json: output_attentions true changes .*: set output_attentions to false"),
+        ("return_dict", False, "config.json: return_dict false changes .*: set return_dict to true"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": None}, "transformers cannot load it: .*NoneType"),
+    ],
+)
+def test_settings_with_which_a_run_or_its_export_would_fail_are_refused_before_it(
+    field: str, value: object, said: str, tmp_path: Path
+) -> None:
+    folder = write_model(tmp_path / "model")
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {field: value}))
+    with pytest.raises(ConfigError, match=said):
+        build_language_model(LanguageModelConfig(model_path=str(folder)), TextTrainConfig(output_dir="unused"))
 
 
 def test_adapters_beside_a_model_are_refused(tmp_path: Path) -> None:

@@ -32,6 +32,9 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
     """
     if "image" in media:
         processor.image_processor.save_pretrained(folder)
+        if settings := _image_settings_within(source):
+            # without the limits of the run, which the folder's other file does not have either
+            _write_json(folder / PROCESSOR_FILES[0], settings)
     if source is None:
         _write_json(
             folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)}
@@ -46,6 +49,13 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
     for path in [] if source is None else sorted(source.glob("*.json")) + sorted(source.glob("*.jinja")):
         if path.name in PROCESSOR_FILES:
             shutil.copyfile(path, folder / path.name)
+
+
+def _image_settings_within(source: Path | None) -> dict[str, object]:
+    """The settings of images that a folder keeps in its processor_config.json, as transformers 5 writes them."""
+    file = None if source is None else source / "processor_config.json"
+    settings = read_json_object(file).get("image_processor") if file is not None and file.is_file() else None
+    return settings if isinstance(settings, dict) else {}
 
 
 def _settings(processor: object) -> dict[str, object]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,10 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
     from transformers import BatchFeature
+
+PER_TOKEN = frozenset(("labels", "moe_mm_token_type_ids"))
+"""Arguments of transformers' models besides ``KINDS`` that processors give for each token: the answer of PaliGemma,
+which alone is causal, and the experts of ERNIE 4.5 VL."""
 
 KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"}
 """The kind of a medium by its type, of files and of opened media; a medium of any other type is an image."""
@@ -288,11 +293,22 @@ class ImageReader:
     def _model_inputs(self, features: Mapping[str, object]) -> Tensors:
         """The features that the model's ``forward`` takes, as tensors; kinds of tokens are computed elsewhere."""
         names = [name for name in self.arguments if name in features and name not in KINDS]
+        if unknown := PER_TOKEN.intersection(names):
+            raise ValueError(f"it gives {min(unknown)}, a value for each token of a text, which is unknown here")
         return {name: torch.as_tensor(np.asarray(features[name])) for name in names}
 
     def kinds(self, input_ids: np.ndarray) -> np.ndarray:
         """The kind of each token: int64 ``[L]``, 0 text, 1 image, 2 video, 3 audio."""
-        return np.asarray(self.processor.create_mm_token_type_ids([input_ids.tolist()])[0], np.int64)
+        return np.asarray(self._mark_kinds([input_ids.tolist()])[0], np.int64)
+
+    def _mark_kinds(self, input_ids: list[list[int]]) -> list[list[int]]:
+        """``create_mm_token_type_ids`` of the processor, or where that asks for more than tokens (Idefics3, which marks
+        those around an image, too) of all processors."""
+        from transformers import ProcessorMixin
+
+        if len(inspect.signature(self.processor.create_mm_token_type_ids).parameters) > 1:
+            return ProcessorMixin.create_mm_token_type_ids(self.processor, input_ids)
+        return self.processor.create_mm_token_type_ids(input_ids)
 
     def media_tokens(self) -> set[int]:
         """Ids of tokens that stand for a part of a medium, or by which the model finds one."""
@@ -319,6 +335,8 @@ class ImageReader:
             inputs["sampling_rate"] = self.processor.feature_extractor.sampling_rate
         text = "".join(tokens[kind] for kind in kinds)
         features = self.processor(text=[text], return_text_replacement_offsets=True, return_tensors="np", **inputs)
+        if media and "text_replacement_offsets" not in features:
+            raise ValueError("it does not say which tokens stand for it in a text")
         # The processors of omni models assume two frames per second for this, whatever the video has.
         if "video_second_per_grid" in features:
             unit = self.processor.video_processor.temporal_patch_size
@@ -348,8 +366,11 @@ class ImageReader:
         if pixels.ndim == 5 and len(pixels) == count:  # images are padded with tiles of zeros to one number of tiles
             tiles = np.maximum(pixels.any(axis=(2, 3, 4)).sum(axis=1), 1)
         else:  # the tiles of all images follow each other; every tile takes the same number of tokens
-            placeholder = self.placeholders()["image"]
-            counts = [entry["replacement"].count(placeholder) for entry in features["text_replacement_offsets"][0]]
+            # of some models, as Aya Vision, another one than the chat template writes
+            token = self.tokenizer.convert_ids_to_tokens(self.processor.image_token_id)
+            counts = [entry["replacement"].count(token) for entry in features["text_replacement_offsets"][0]]
+            if not all(counts):
+                raise ValueError(f"it puts no {token} into a text")
             tiles = np.array(counts) * int(np.prod(pixels.shape[:-3])) // sum(counts)
         rows, columns = (edge // self._patch for edge in pixels.shape[-2:])
         return np.stack([tiles, np.full(count, rows), np.full(count, columns)], axis=1).astype(np.int32)

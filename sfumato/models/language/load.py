@@ -102,7 +102,7 @@ def build_language_model(
     if not train_base:
         module.requires_grad_(False)
     model.notes = (
-        *describe_left_out(described),
+        *describe_left_out(described, type(module)),
         *describe_router_loss(type(module), described),
         *describe_other_keys(config),
     )

@@ -29,7 +29,8 @@ from sfumato.models.language.source_folder import (
     forget_what_is_not_exported,
     keep_float32,
     refuse_loss_terms,
-    refuse_other_head,
+    refuse_other_outputs,
+    settle_head,
 )
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
@@ -213,12 +214,13 @@ def read_model_config(config: LanguageModelConfig, sees: bool = False) -> PreTra
     """
     described = _read_model_config(config, sees)
     refuse_loss_terms(described, where_described(config))
+    refuse_other_outputs(described, where_described(config))
     without_vision_config = (*SEES_CODES, *HEAR)
     if sees and getattr(described, "vision_config", None) is None and described.model_type not in without_vision_config:
         raise ConfigError(
-            f"data.data_type with images: a model of type {described.model_type} sees none, and of those that hear "
-            f"alone {' and '.join(HEAR)} is supported: take one that does, or a data.data_type without images "
-            "(conversation, prompts)"
+            f"data.data_type with images: a model of type {described.model_type} has no encoder of images "
+            f"(vision_config), and of those that hear alone {' and '.join(HEAR)} is supported: take one that has, or a "
+            "data.data_type without images (conversation, prompts)"
         )
     return described
 
@@ -255,7 +257,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
             described = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
-        refuse_other_head(folder, described)
+        settle_head(folder, described)
         if sees and hasattr(described, "thinker_config"):  # of a whole omni model, whose speaking part is left out
             described = described.thinker_config
         if not sees and described.model_type in HEAR:
@@ -428,7 +430,7 @@ def _load(
             ignore_mismatched_sizes=True,  # refused below, with names and shapes
             **quantization,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         name = "packed" if attention == ATTENTION else attention
         is_attention = attention != "eager" and ("attention" in str(error) or attention in str(error))
         remedy = f" with model.attention {name}, set it to eager" if is_attention else ""

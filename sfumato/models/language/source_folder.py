@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
 from sfumato.parallel.weight_files import converted, open_weights
 
@@ -39,8 +40,10 @@ JITTER = {
 }
 """Fields for the amount of noise that routers draw in training, and the model types that use them."""
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+HEADS = ("lm_head.weight", "embed_out.weight")
+"""Ends of the names of output layers."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+"""Ends of the names of embeddings of tokens."""
 COMPARED_ROWS = 64
 """Number of rows, at the beginning and at the end, that are compared to tell two matrices apart."""
 
@@ -109,9 +112,22 @@ def forget_what_is_not_exported(config: PreTrainedConfig) -> None:
                 setattr(part, name, 0)
 
 
-def describe_left_out(config: PreTrainedConfig) -> tuple[str, ...]:
-    """Lines for the log about features of the folder that the run's export does not have."""
+def describe_left_out(config: PreTrainedConfig, cls: type[PreTrainedModel] | None) -> tuple[str, ...]:
+    """Lines for the log about features of the folder that the run's export does not have.
+
+    Args:
+        config: transformers' configuration of the folder.
+        cls: transformers' class of the model that is trained, where it is known.
+    """
     lines: list[str] = []
+    if cls is not None and cls.config_class is not None and not isinstance(config, cls.config_class):
+        encoders = [name for name in config.sub_configs if name != "text_config" and getattr(config, name, None)]
+        if encoders:
+            lines.append(
+                f"of the model's parts {', '.join(encoders)} is neither trained nor exported: the export is the "
+                f"language model alone ({cls.__name__}), which engines may not serve; to keep the whole model take "
+                "data.data_type image_conversation or image_prompts, which take rows without images, too"
+            )
     method = quantization_method(config)
     if method is not None:
         lines.append(f"the model's weights are quantised by {method}: they are trained, and exported, as plain numbers")
@@ -150,6 +166,28 @@ def refuse_loss_terms(config: PreTrainedConfig, where: str) -> None:
             )
 
 
+def refuse_other_outputs(config: PreTrainedConfig, where: str) -> None:
+    """Refuses a configuration that asks transformers for other outputs than logits by name.
+
+    With ``output_attentions`` transformers writes no configuration beside an attention other than eager: the export
+    would fail, after all of the training.
+
+    Args:
+        config: transformers' configuration.
+        where: its file, for the message.
+
+    Raises:
+        ConfigError: when it does.
+    """
+    for part in (config, config.get_text_config()):
+        for name, read in (("output_attentions", False), ("return_dict", True)):
+            if getattr(part, name, read) != read:
+                raise ConfigError(
+                    f"{where}: {name} {str(not read).lower()} changes what transformers' model returns, and nothing "
+                    f"here reads that: set {name} to {str(read).lower()}"
+                )
+
+
 def describe_jitter(config: PreTrainedConfig) -> str | None:
     """A warning that a run's probe will refuse a configuration, since routers draw noise in training; None where they
     draw none."""
@@ -165,29 +203,43 @@ def describe_jitter(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def refuse_other_head(folder: Path, config: PreTrainedConfig) -> None:
-    """Refuses a folder whose configuration ties the output layer to the embedding, but which holds another one.
+def settle_head(folder: Path, config: PreTrainedConfig) -> None:
+    """Settles whether a model's output layer is its embedding, where the folder holds another matrix for it.
+
+    Where config.json says nothing, and transformers' class ties the two by default (Mistral 3, InternVL), they are
+    untied, as by ``from_pretrained``. Models on meta do not see the weights and would lose the output layer.
+
+    Args:
+        folder: of the model.
+        config: transformers' configuration of the folder; its ``tie_word_embeddings`` may be changed.
 
     Raises:
-        ConfigError: when the two matrices differ.
+        ConfigError: when config.json ties them and the two matrices differ.
     """
-    if config.get_text_config() is not config or not getattr(config, "tie_word_embeddings", False):
-        return  # a model with several parts decides by itself what it ties
+    if not getattr(config, "tie_word_embeddings", False):
+        return
     path_of: dict[str, Path] = {}
     for path in sorted(folder.glob("*.safetensors")):
         try:
             with safe_open(path, framework="pt") as file:
-                path_of |= {name: path for name in file.keys() if name in (HEAD, EMBEDDING)}  # noqa: SIM118
+                path_of |= {name: path for name in file.keys() if name.endswith((*HEADS, *EMBEDDINGS))}  # noqa: SIM118
         except (SafetensorError, OSError):
             return  # reading the weights will report the broken file
-    if not {HEAD, EMBEDDING} <= path_of.keys():
+    heads = [name for name in path_of if name.endswith(HEADS)]
+    embeddings = [name for name in path_of if name.endswith(EMBEDDINGS)]
+    if len(heads) != 1 or len(embeddings) != 1:
+        return  # several parts have their own, of which the class knows the pairs
+    head, embedding = heads[0], embeddings[0]
+    if torch.equal(_read_end_rows(path_of[head], head), _read_end_rows(path_of[embedding], embedding)):
         return
-    if not torch.equal(_read_end_rows(path_of[HEAD], HEAD), _read_end_rows(path_of[EMBEDDING], EMBEDDING)):
-        raise ConfigError(
-            f"model.model_path {folder}: config.json says tie_word_embeddings true, but {HEAD} in {path_of[HEAD].name} "
-            f"is another matrix than {EMBEDDING}: set tie_word_embeddings to false if the two were trained apart, or "
-            f"remove {HEAD}"
-        )
+    if "tie_word_embeddings" not in read_json_object(folder / "config.json"):
+        config.tie_word_embeddings = False  # pyright: ignore[reportAttributeAccessIssue]  (a field of its class)
+        return
+    raise ConfigError(
+        f"model.model_path {folder}: config.json says tie_word_embeddings true, but {head} in {path_of[head].name} "
+        f"is another matrix than {embedding}: set tie_word_embeddings to false if the two were trained apart, or "
+        f"remove {head}"
+    )
 
 
 def _read_end_rows(path: Path, name: str) -> Tensor:

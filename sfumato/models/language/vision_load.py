@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from sfumato.config.file_checks import read_json_object
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained
 from sfumato.data.media.clips import build_videos
@@ -127,7 +128,7 @@ def build_vision(
         where = "model.config_path" if folder is None else f"model.model_path {folder}: processor_config.json"
         raise ConfigError(
             f"{where}: {type(processor).__name__} makes nothing of an image ({error}): it lacks a setting, as "
-            "patch_size of LLaVA models"
+            f"patch_size of LLaVA models, or images of {described.model_type} are not supported"
         ) from error
     _check_tokens(preliminary, described)
     (shapes,) = preliminary.reader.place([_white_square()])[1:]
@@ -219,18 +220,42 @@ def _omni_position_rule(base: Any) -> PositionRule:
     return compute_positions
 
 
-def _processor_class(described: PreTrainedConfig) -> Any:
-    """transformers' class of the processor. Raises ConfigError when there is none."""
+def _processor_class(described: PreTrainedConfig, folder: Path | None = None) -> Any:
+    """transformers' class of the processor: the one that a folder's files name, or else that of the model's type.
+
+    Raises:
+        ConfigError: when there is none.
+        MissingDependencyError: when it needs a package that is not installed.
+    """
     import transformers
     from transformers.models.auto.processing_auto import (
         PROCESSOR_MAPPING_NAMES,  # pyright: ignore[reportPrivateImportUsage]
     )
 
-    name = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
-    cls = getattr(transformers, name, None) if name else None
-    if cls is None:
-        raise ConfigError(f"transformers has no processor for {described.model_type}")
-    return cls
+    by_type = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
+    for name in (*_named_processors(folder), by_type):
+        cls = getattr(transformers, name, None) if name else None
+        if cls is None:
+            continue
+        try:
+            _ = cls.get_processor_dict  # of a class that stands in for one whose packages are missing, an error
+        except ImportError as error:
+            raise MissingDependencyError(
+                f"{described.model_type}: {str(error).strip().partition('. ')[0]}: pip install it (torchvision: "
+                "'sfumato[editing]')"
+            ) from error
+        return cls
+    raise ConfigError(f"transformers has no processor for {described.model_type}")
+
+
+def _named_processors(folder: Path | None) -> list[str]:
+    """The classes of processors that a folder's files name, in the order in which transformers looks at them."""
+    names: list[str] = []
+    for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
+        if folder is not None and (folder / file).is_file():
+            name = read_json_object(folder / file).get("processor_class")
+            names += [name] if isinstance(name, str) else []
+    return names
 
 
 def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer: PreTrainedTokenizerBase) -> Any:
@@ -248,7 +273,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
         MissingDependencyError: when its images need torchvision.
     """
     kind = described.model_type
-    cls = _processor_class(described)
+    cls = _processor_class(described, folder)
     hears = kind.endswith("_thinker") or not _sees(described)
     is_bytes = tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None)
     # such as the tokenizer of bytes read from a folder, which has these tokens, but no names for them
@@ -381,12 +406,13 @@ def read_image_processor(folder: Path) -> Any:
 
     try:
         return load_pretrained(AutoImageProcessor, folder, backend="pil")
-    except ImportError as error:
-        raise MissingDependencyError(
-            f"model.model_path {folder}: transformers scales the images of this model by torchvision alone: pip "
-            "install 'sfumato[editing]'"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (ImportError, OSError, ValueError, KeyError, TypeError) as error:
+        # transformers raises a ValueError for a package that it misses, too
+        if isinstance(error, ImportError) or "Missing optional dependencies: torchvision" in str(error):
+            raise MissingDependencyError(
+                f"model.model_path {folder}: transformers scales the images of this model by torchvision alone: pip "
+                "install 'sfumato[editing]'"
+            ) from error
         raise ConfigError(
             f"model.model_path {folder}: transformers finds no image processor there, in preprocessor_config.json: "
             f"{error}"

@@ -1,0 +1,144 @@
+"""The processor of a model's folder: which class it is, and what of an image it has to say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from PIL import Image
+from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils import is_torchvision_available
+
+from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.models.language.parts import build_byte_tokenizer
+from sfumato.models.language.vision_load import _processor_class, build_vision
+from tests.tiny_vision import tiny_vision_description
+
+AYA = (
+    "<image>",
+    "<|START_OF_IMG|>",
+    "<|END_OF_IMG|>",
+    "<|IMG_PATCH|>",
+    "TILE_GLOBAL",
+    *(f"TILE_{n}" for n in range(9)),
+)
+
+
+def tiny_config(kind: str, like: str, **changes: Any) -> PreTrainedConfig:
+    """A configuration of one kind with the parts of the description of another."""
+    described = tiny_vision_description(like) | changes
+    described.pop("model_type")
+    described["text_config"] = described["text_config"] | {"vocab_size": 2000}
+    return CONFIG_MAPPING[kind](**described)
+
+
+def tokenizer_with(*tokens: str) -> PreTrainedTokenizerBase:
+    tokenizer = build_byte_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", *tokens]})
+    tokenizer.bos_token = tokenizer.eos_token
+    return tokenizer
+
+
+def vision_of(folder: Path, config: PreTrainedConfig, processor: Any) -> Any:
+    processor.save_pretrained(folder)
+    with torch.device("meta"):
+        module = AutoModelForImageTextToText.from_config(config)
+    return build_vision(config, folder, module, processor.tokenizer)
+
+
+def test_a_folder_names_the_class_of_its_processor_as_pixtral_12b_does_for_llava(tmp_path: Path) -> None:
+    described = tiny_config("llava", "llava")
+    assert _processor_class(described, tmp_path) is transformers.LlavaProcessor
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"processor_class": "LlavaOnevisionProcessor"}))
+    assert _processor_class(described, tmp_path) is transformers.LlavaOnevisionProcessor
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"processor_class": "LlavaNextProcessor"}))
+    assert _processor_class(described, tmp_path) is transformers.LlavaNextProcessor
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "OfItsOwnCode"}))
+    assert _processor_class(described, tmp_path) is transformers.LlavaNextProcessor
+
+
+@pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")
+def test_a_processor_that_needs_torchvision_says_so(tmp_path: Path) -> None:
+    with pytest.raises(MissingDependencyError, match=r"PixtralProcessor requires the Torchvision .*sfumato\[editing\]"):
+        _processor_class(CONFIG_MAPPING["mistral3"](), tmp_path)
+
+
+def test_tiles_are_counted_by_the_token_that_the_model_replaces(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with(*AYA)
+    token = tokenizer.convert_tokens_to_ids("<|IMG_PATCH|>")
+    config = tiny_config("aya_vision", "llava", image_token_index=token)
+    images = transformers.GotOcr2ImageProcessorPil(
+        size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4
+    )
+    processor = transformers.AyaVisionProcessor(images, tokenizer, patch_size=4, img_size=16, downsample_factor=2)
+    vision = vision_of(tmp_path, config, processor)
+    texts, shapes = vision.reader.place([Image.new("RGB", (16, 16)), Image.new("RGB", (64, 16))])
+    assert [text.count("<|IMG_PATCH|>") for text in texts] == [4 * tiles for tiles in shapes[:, 0]]
+    assert shapes.tolist() == [[1, 4, 4], [5, 4, 4]]
+    assert vision.reader.tokens_per_patch == 0.25
+
+
+def test_only_tokens_that_the_model_replaces_stand_for_an_image_of_idefics3(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with("<fake_token_around_image>", "<image>", "<end_of_utterance>", "<global-img>")
+    token = tokenizer.convert_tokens_to_ids("<image>")
+    config = tiny_config("idefics3", "idefics3", image_token_id=token)
+    images = transformers.Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
+    vision = vision_of(tmp_path, config, transformers.Idefics3Processor(images, tokenizer, image_seq_len=4))
+    (text,), shapes = vision.reader.place([Image.new("RGB", (64, 16))])
+    input_ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"])
+    assert ((vision.reader.kinds(input_ids) == 1) == (input_ids == token)).all()
+    assert (input_ids == token).sum() == 4 * shapes[0, 0] == 12
+
+
+def paligemma(tokenizer: PreTrainedTokenizerBase) -> Any:
+    images = transformers.SiglipImageProcessorPil(size={"height": 16, "width": 16})
+    images.image_seq_length = 16
+    return transformers.PaliGemmaProcessor(images, tokenizer)
+
+
+def idefics2(tokenizer: PreTrainedTokenizerBase) -> Any:
+    return transformers.Idefics2Processor(transformers.Idefics2ImageProcessorPil(), tokenizer, image_seq_len=4)
+
+
+@pytest.mark.parametrize(
+    ("kind", "build", "reason"),
+    [
+        ("paligemma", paligemma, "it gives labels, a value for each token"),
+        ("idefics2", idefics2, "it does not say which tokens stand for it"),
+    ],
+)
+def test_images_that_are_not_supported_are_refused_with_the_reason(
+    kind: str, build: Callable[[PreTrainedTokenizerBase], Any], reason: str, tmp_path: Path
+) -> None:
+    processor = build(tokenizer_with("<image>"))
+    config = CONFIG_MAPPING[kind](
+        image_token_id=processor.image_token_id,
+        text_config={"model_type": "gemma" if kind == "paligemma" else "mistral", "vocab_size": 2000},
+    )
+    with pytest.raises(ConfigError, match=rf"{reason}.*, or images of {kind} are not supported"):
+        vision_of(tmp_path, config, processor)
+
+
+def test_an_export_of_a_folder_with_its_settings_of_images_within_others_holds_them_once(tmp_path: Path) -> None:
+    """Limits of the run stood in one of two files, of which transformers 5 reads one and other programs the other."""
+    images = transformers.Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 2048})
+    named = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    tokenizer = tokenizer_with(*named.values())
+    tokenizer.save_pretrained(tmp_path)
+    settings = {"image_processor": json.loads(images.to_json_string()), "processor_class": "Qwen2VLProcessor"}
+    (tmp_path / "processor_config.json").write_text(json.dumps(settings))
+    config = tiny_config("qwen2_vl", "qwen2_vl", image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+    with torch.device("meta"):
+        module = AutoModelForImageTextToText.from_config(config)
+    reader = build_vision(config, tmp_path, module, tokenizer).reader.limited(None, 512)
+    (tmp_path / "export").mkdir()
+    reader.save(tmp_path / "export", tmp_path)
+    for file in ("preprocessor_config.json", "processor_config.json"):
+        saved = json.loads((tmp_path / "export" / file).read_text())
+        assert saved.get("image_processor", saved)["size"] == {"shortest_edge": 64, "longest_edge": 2048}, file
