@@ -93,6 +93,12 @@ class WeightSyncError(RuntimeError):
     exit_code = 7
 
 
+class RanksMissingError(RuntimeError):
+    """Ranks of a run did not find each other when it began; the message says where they were waited for."""
+
+    exit_code = 8
+
+
 class RoleLostError(RuntimeError):
     """Processes of a role died or hang, and nothing brings them back by itself."""
 

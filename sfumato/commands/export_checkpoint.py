@@ -15,7 +15,8 @@ from sfumato.config.file_checks import read_json_object
 from sfumato.config.load import load_config, read_yaml
 from sfumato.config.writing import make_new_folder
 from sfumato.errors import CheckpointError, ConfigError
-from sfumato.evaluation.sources import describe_export_of
+from sfumato.evaluation.model_files import check_model_files, check_model_is_here
+from sfumato.evaluation.sources import DIFFUSION_TASKS, SourceRun, describe_export_of
 from sfumato.models.exportable import Exportable
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -28,6 +29,10 @@ if TYPE_CHECKING:
     from sfumato.models.language.scalar_head import ScalarModel
 
     ModelT = TypeVar("ModelT", LanguageModel, ScalarModel)
+
+
+EXPORTED = (*DIFFUSION_TASKS, "train_text_reward", "train_text", "train_text_dpo", "train_text_kto", "train_omni")
+"""Tasks whose models are built again without their data."""
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
@@ -53,6 +58,7 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     restore_folder(run / "hf_ckpt")
     model = _build(run)
     averaged = load_trained(model.trained, StoredCheckpoint(folder), mesh := Mesh(Layout(), torch.device("cpu")))
+    check_model_files(SourceRun(run), folder)
     export_model(model, None, out, mesh, merge)
     written = f"{'averaged' if averaged else 'trained'} weights of {folder}"
     return "\n".join([*passed_over, f"{out}: {written}"])
@@ -126,6 +132,12 @@ def _build(run: Path) -> Exportable:
         task = read_json_object(run / "environment.json")["task"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
+    if task not in EXPORTED:
+        raise ConfigError(
+            f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path "
+            "auto, which finishes it and writes hf_ckpt"
+        )
+    check_model_is_here(SourceRun(run))
     plain: dict[str, object] = {"train": {"init_device": "cpu"}}
     if task == "train_text_reward":
         from sfumato.config.text_reward import TrainTextRewardConfig
@@ -147,21 +159,16 @@ def _build(run: Path) -> Exportable:
 
         config = load_config(TrainOmniConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         return build_omni_model(config)
-    if task in ("train_dit", "train_dit_dpo", "rl_diffusion", "rl_diffusion_forward", "rl_diffusion_direct"):
-        from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
-        from sfumato.config.direct_rl import DirectRLConfig
-        from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
-        from sfumato.models.diffusion.load import build_diffusion_model
+    from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
+    from sfumato.config.direct_rl import DirectRLConfig
+    from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
+    from sfumato.models.diffusion.load import build_diffusion_model
 
-        schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
-        schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
-        schemas |= {"rl_diffusion_direct": DirectRLConfig}
-        config = load_config(schemas[task], run / "config.yaml", plain)
-        return build_diffusion_model(config.model, seed=config.train.seed)
-    raise ConfigError(
-        f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path auto, "
-        "which finishes it and writes hf_ckpt"
-    )
+    schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
+    schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
+    schemas |= {"rl_diffusion_direct": DirectRLConfig}
+    config = load_config(schemas[task], run / "config.yaml", plain)
+    return build_diffusion_model(config.model, seed=config.train.seed)
 
 
 def _with_template(model: ModelT, data: TextDataConfig) -> ModelT:

@@ -77,6 +77,8 @@ def run(options: argparse.Namespace) -> int:
             f"{_installable()}, or set PYTHON to the Python that has it"
         )
     ranks = processes.nodes * processes.of_node
+    if ranks > 1:
+        _refuse_second_launcher(processes)
     command = [sys.executable, str(script), *arguments]
     if ranks > 1:
         command[1:1] = _launcher_options(processes)
@@ -201,6 +203,22 @@ def count_visible(entries: str, total: int) -> int:
             break
         count += 1
     return count
+
+
+def _refuse_second_launcher(processes: Processes) -> None:
+    """Refuses to start processes within those of another launcher, of which each would train a run of its own.
+
+    Raises:
+        ConfigError: when WORLD_SIZE says that there are others, and NNODES does not say which they are.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size != "1" and not os.environ.get("NNODES"):
+        raise ConfigError(
+            f"WORLD_SIZE is {size} in the environment, as another launcher sets it, and {processes.of_node} processes "
+            f"would start here ({processes.reason}), which know nothing of the others: where it counts nodes, as "
+            "Kubeflow's may, set NNODES=$WORLD_SIZE and NODE_RANK=$RANK; where it counts processes, such as those of "
+            "torchrun, set NPROC_PER_NODE=1; else unset it"
+        )
 
 
 def _launcher_options(processes: Processes) -> list[str]:

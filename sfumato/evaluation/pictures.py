@@ -21,6 +21,7 @@ from sfumato.data.images.prompts import Prompt, load_prompts
 from sfumato.data.images.source_images import check_source_images, group_by_sources, read_source_images
 from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
+from sfumato.evaluation.model_files import check_model_files, check_model_is_here
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, one_process
 from sfumato.models.diffusion.adapter_files import load_from_diffusers
@@ -383,6 +384,7 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
     """The model before it takes the weights of a source."""
     if source.kind in ("run", "checkpoint"):
         assert source.run is not None
+        check_model_is_here(source.run)
         config = source.run.config
         train = one_process(config.train)
         follow_run(config, device)
@@ -414,7 +416,9 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
 def take_weights(model: DiffusionModel, source: ModelSource, device: torch.device) -> None:
     """Gives a model the weights of a source; those of the run's start, and of a pipeline, it has already."""
     if source.kind == "checkpoint":
+        assert source.run is not None
         load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
+        check_model_files(source.run, source.folder)
     if source.kind == "diffusers_adapter":
         load_from_diffusers(model.pipeline, source.folder)
     model.denoiser.eval()

@@ -27,6 +27,7 @@ from sfumato.data.text.prompt_formats.images import ImagePrompts
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
 from sfumato.errors import ConfigError
+from sfumato.evaluation.model_files import check_model_files, check_model_is_here
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
 from sfumato.evaluation.sources import ModelSource, SourceRun, one_process
 from sfumato.models.language.hf_config import changing_positions, known_positions
@@ -386,6 +387,7 @@ def _load(
     run = source.run if source.kind in ("run", "checkpoint") else None
     if run is None:
         return _load_folder(architecture, options, device, settings)
+    check_model_is_here(run)
     config = run.config
     train = one_process(config.train)
     follow_run(config, device)
@@ -499,7 +501,9 @@ def take_weights(text_model: TextModel, source: ModelSource, device: torch.devic
     """Gives a model the weights of a source; those of the run's start, and of a folder, it has already."""
     model = text_model.model
     if source.kind == "checkpoint":
+        assert source.run is not None
         load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
+        check_model_files(source.run, source.folder)
         # what the engine has tried of the model holds for all of its weights, and takes longer than an answer
         text_model.flush_engine()
     if source.kind == "peft_adapter":

@@ -16,17 +16,22 @@ import ipaddress
 import os
 import resource
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, RanksMissingError
 
 STORE_VARIABLE = "SFUMATO_STORE"
 """Environment variable with the file in which ranks of one machine meet; only their user can open its folder."""
 LOOPBACK = "127.0.0.1"
 BACKLOG = 1024
+
+NOTICE_S = 15.0
+"""Seconds after which a rank says that it waits for others, and where."""
 
 OPEN_FILES = 1024
 """Descriptors of a rank besides its connections: files of data and weights, logs, libraries."""
@@ -59,7 +64,8 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         timeout: longest wait for the others.
 
     Raises:
-        DistNetworkError: its port is taken, or it does not answer.
+        DistNetworkError: its port is taken.
+        RanksMissingError: the others have not come, or rank 0 does not answer.
     """
     if path := os.environ.get(STORE_VARIABLE):
         store: dist.Store = dist.FileStore(path, size)
@@ -68,9 +74,36 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
-    if rank == 0 and not agent_serves:
-        return serve_store(address, port, timeout, size)
-    return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+    serves = rank == 0 and not agent_serves
+    others = "the other ranks" if serves else "rank 0"
+    waiting = f"rank {rank} of {size} on {socket.gethostname()} waits for {others} at {address}:{port}"
+    remedy = (
+        "start the run on every node with the same NNODES, MASTER_ADDR and MASTER_PORT and its own NODE_RANK, and let "
+        "that port pass between them; for one process alone unset WORLD_SIZE"
+    )
+    try:
+        with announced_after(NOTICE_S, f"{waiting}; where nothing follows, {remedy}"):
+            if serves:
+                return serve_store(address, port, timeout, size)
+            return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+    except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise RanksMissingError(f"{waiting} in vain ({reason}): {remedy}") from error
+
+
+@contextlib.contextmanager
+def announced_after(seconds: float, message: str) -> Iterator[None]:
+    """Prints a message if what is inside takes longer; of the ranks of a machine the first does."""
+    timer = threading.Timer(seconds, print, [message], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def serve_store(address: str, port: int, timeout: timedelta, size: int | None = None) -> dist.TCPStore:

@@ -19,6 +19,7 @@ from sfumato.config.versions import describe_broken_package
 from sfumato.errors import (
     NonFiniteError,
     PreemptedError,
+    RanksMissingError,
     RewardError,
     RoleLostError,
     SelfCheckError,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RESUME = "to go on, add --train.load_checkpoint_path auto"
-STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError)
+STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError, RanksMissingError)
 
 
 @dataclass(frozen=True)

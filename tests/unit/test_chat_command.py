@@ -152,6 +152,24 @@ def test_what_does_not_chat_is_refused(folder, tmp_path, monkeypatch, capsys):
     assert "sees no images" in capsys.readouterr().err
 
 
+def test_a_description_that_was_edited_after_the_run_or_is_gone_is_refused(folder, tmp_path, monkeypatch, capsys):
+    """Its weights would load into a model with other rotary positions, and answer something else without a word."""
+    run = folder.parent
+    description = run.parent / "qwen3.yaml"
+    content = description.read_text(encoding="utf-8")
+    try:
+        description.write_text(f"{content}\nrope_theta: 3.0\n", encoding="utf-8")
+        assert chat(monkeypatch, ["a"], run) == main(["export", str(run), str(tmp_path / "out")]) == 3
+        said = capsys.readouterr().err
+        assert said.count("was trained with another content of model.config_path, named in") == 2
+        description.unlink()
+        assert chat(monkeypatch, ["a"], run) == main(["export", str(run), str(tmp_path / "out")]) == 2
+        said = capsys.readouterr().err
+        assert said.count(f"is not here: write into {run / 'config.yaml'} where it lies") == 2
+    finally:
+        description.write_text(content, encoding="utf-8")
+
+
 def test_a_model_that_sees_is_shown_an_image(tmp_path, monkeypatch, capsys):
     run = run_task_here("train_text", tiny_vision_config(tmp_path, train={"max_steps": 1}))
     (tmp_path / "one.png").write_bytes(picture(56, 56, seed=1))

@@ -187,6 +187,25 @@ def test_the_base_of_a_language_model_counts_under_an_adapter(tmp_path: Path) ->
         assert content_of_named_files(config, content_of_model_file)[field] != before[field]
 
 
+@pytest.mark.parametrize("field", ["config_path", "model_path"])
+def test_the_description_of_a_language_model_counts_whatever_is_trained(tmp_path: Path, field: str) -> None:
+    """With other rotary positions the weights of the checkpoint would load, and be another model."""
+    settings = tiny_text_config(tmp_path)
+    description = Path(settings["model"]["config_path"])
+    if field == "model_path":
+        description = tmp_path / "config.json"
+        description.write_text('{"model_type": "qwen3"}')
+        settings["model"] = {"model_path": str(tmp_path), "tokenizer_path": "bytes"}
+    config = load_config(TrainTextConfig, overrides=settings)
+    before = content_of_named_files(config, content_of_model_file)
+    name = "model.config_path" if field == "config_path" else "model.model_path (its config.json)"
+    description.write_text(description.read_text() + " ")
+    after = content_of_named_files(config, content_of_model_file)
+    assert {key for key in before if before[key] != after[key]} == {name}
+    with pytest.raises(CheckpointError, match="other models"):
+        compare_identity(before, after, Path("checkpoint"))
+
+
 def test_what_the_checkpoint_does_not_know_is_accepted_with_a_word_and_weights_it_has_are_said() -> None:
     saved, digest = {"data.train_path": "a" * 40, BEGINNING: "a" * 40}, "b" * 40
     said = compare_identity(saved, {**saved, PICTURES: digest, "data.crop": "none"}, Path("checkpoint"))

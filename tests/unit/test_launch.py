@@ -274,6 +274,16 @@ def test_several_nodes(echo, started):
     assert (options["--master-addr"], options["--master-port"]) == ("node0", "29500")
 
 
+def test_processes_within_those_of_another_launcher_are_refused(echo, started, capsys):
+    """Kubeflow's PyTorchJob sets WORLD_SIZE and RANK for its pods: each would have trained a run of its own."""
+    others = {"WORLD_SIZE": "2", "RANK": "1", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
+    assert started(echo, "c.yaml", NPROC_PER_NODE="2", **others) == []
+    said = capsys.readouterr().err
+    assert "WORLD_SIZE is 2 in the environment" in said and "set NNODES=$WORLD_SIZE and NODE_RANK=$RANK" in said
+    assert started_ranks(started(echo, "c.yaml", NPROC_PER_NODE="2", NNODES="2", NODE_RANK="1", **others)) == 2
+    assert started_ranks(started(echo, "c.yaml", NPROC_PER_NODE="1", **others)) == 1
+
+
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "NODE_RANK"])
 def test_several_nodes_need_the_address_of_the_first_and_their_numbers(echo, started, capsys, missing):
     environment = {"NNODES": "2", "MASTER_ADDR": "node0", "NODE_RANK": "0"}

@@ -4,6 +4,7 @@ import json
 import shutil
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +24,19 @@ from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.images.image_text import open_image_text
-from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError
+from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError, RanksMissingError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.encoded import BadRows
 from sfumato.models.diffusion.latent_cache import open_cache
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_language_model
 from sfumato.models.lora import add_lora
+from sfumato.parallel import rendezvous
 from sfumato.parallel.dropout import check_dropout_is_whole, keyed_dropout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh, pretended_mesh
 from sfumato.parallel.parallelize import parallelize
+from sfumato.tracking.exit import ending_of
 from sfumato.tracking.lock import lock_folder
 from tests import tiny_families
 from tests.tiny import tiny_language_description, tiny_pipeline_description
@@ -192,6 +195,26 @@ def test_a_port_that_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setenv(name, value)
         said = refusal(ConfigError, build_mesh, TrainConfig(output_dir="out"))
     assert said.startswith(f"MASTER_PORT {port} is in use on ") and "set another MASTER_PORT on all nodes" in said
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_that_do_not_come_are_said_while_they_are_waited_for_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int
+) -> None:
+    """A node that was not started, a firewall, variables of another job: the wait was silent for 45 minutes."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    start = {**START, "RANK": str(rank), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in start.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(rendezvous, "NOTICE_S", 0.01)
+    with pytest.raises(RanksMissingError) as caught:
+        rendezvous.join_store(rank, 2, timedelta(seconds=0.1))
+    waiting = f"waits for {'rank 0' if rank else 'the other ranks'} at 127.0.0.1:{port}"
+    assert waiting in capsys.readouterr().err
+    ending = ending_of(caught.value)
+    assert waiting in ending.text and "MASTER_PORT and its own NODE_RANK" in ending.text
+    assert ending.code == 8 and "Traceback" not in ending.text
 
 
 @pytest.mark.parametrize("value", ["x", "0", "1.5"])

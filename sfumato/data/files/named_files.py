@@ -16,7 +16,7 @@ from pydantic import BaseModel
 NAMES = {"path", "teacher", "projector", "image_tokenizer", "chat_template"}
 """Fields that name a file or folder, besides those whose names end in ``_path``."""
 
-SKIPPED = ("data.train_path", "data.eval_path", "train.", "model.tokenizer_path", "model.config_path")
+SKIPPED = ("data.train_path", "data.eval_path", "train.", "model.tokenizer_path")
 """Beginnings of fields whose files are compared elsewhere or do not matter: data, tokens, the run's own folder."""
 
 READ = {".safetensors", ".json", ".model", ".txt", ".jinja", ".py", ".yaml"}
@@ -34,22 +34,30 @@ WITH_REFERENCE = ("algorithm", "dpo", "kto")
 BEGINNING = "model.model_path (weights that the run began with)"
 """The field of weights that are trained: a resumed run takes them from the checkpoint."""
 
+DESCRIBED = "model.model_path (its config.json)"
+"""The field of a language model's description: with other rotary positions equal weights are another model."""
+
 SOURCE = "(its source)"
 """The end of the field of a function in the user's own code, whose file may change."""
 
 
-def content_of_named_files(config: BaseModel, content_of_file: Callable[[Path], str]) -> dict[str, str]:
+def content_of_named_files(
+    config: BaseModel, content_of_file: Callable[[Path], str], within: str = ""
+) -> dict[str, str]:
     """Digests of the named files and folders, by the field that names them.
 
     Args:
         config: of a task.
         content_of_file: computes the digest of a file.
+        within: the beginning of the fields that count, such as ``model.``; of all, where it is empty.
     """
     output_dir = os.path.realpath(getattr(config.train, "output_dir", ""))  # type: ignore[attr-defined]
     content: dict[str, str] = {}
     for name, value in _iterate_named(config, ""):
         path = Path(value.rpartition(":")[0] if name.endswith(".path") else value)
-        if name.startswith(SKIPPED) or not value or os.path.realpath(path).startswith(f"{output_dir}{os.sep}"):
+        if not name.startswith(within) or name.startswith(SKIPPED) or not value:
+            continue
+        if os.path.realpath(path).startswith(f"{output_dir}{os.sep}"):
             continue  # a file in the run's own folder, such as an export, changes while the run goes on
         if path.is_file():
             content[f"{name} {SOURCE}" if name.endswith(".path") else name] = content_of_file(path)
@@ -58,9 +66,10 @@ def content_of_named_files(config: BaseModel, content_of_file: Callable[[Path], 
             trained = [file for file in files if name == "model.model_path" and _is_trained(file, path, config)]
             fixed = [file for file in files if file not in trained]
             is_language_model = name == "model.model_path" and not (path / "model_index.json").is_file()
+            described = [file for file in fixed if is_language_model and file == path / "config.json"]
             if is_language_model:  # the tokeniser's files are compared by the field of tokens
                 fixed = [file for file in fixed if file.suffix == ".safetensors"]
-            for field, listed in ((name, fixed), (BEGINNING, trained)):
+            for field, listed in ((name, fixed), (DESCRIBED, described), (BEGINNING, trained)):
                 if listed:
                     content[field] = _digest(listed, path, content_of_file)
     return content
