@@ -20,6 +20,7 @@ _WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:{_EXPONENT})?")
 _EMPHASIS = "*_` \t"
 _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
+_CHOICE_BEGINS = re.compile(r"\A(?:\\\(|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_`\s$])+")
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
@@ -227,13 +228,12 @@ class MultipleChoice(AnswerReward):
 
 
 def choice_of(text: str) -> str | None:
-    """The letter of a choice with which a text begins, in upper case: of ``B``, ``(b)``, ``**B**``, ``B. Paris``.
+    r"""The letter of a choice with which a text begins, in upper case: of ``B``, ``(b)``, ``**B**``, ``B. Paris``.
 
-    None where the text begins with something else, such as a word.
+    It may stand in ``\boxed{}``, a command for text or marks of a formula. None where the text begins with something
+    else, such as a word.
     """
-    text = text.strip(_EMPHASIS + "\n$")
-    if command := _COMMAND.fullmatch(text):
-        text = command.group(1).strip()
+    text = _CHOICE_BEGINS.sub("", text).strip(_EMPHASIS + "\n$").removesuffix("\\)")
     match = _CHOICE.match(text)
     return match.group(1).upper() if match else None
 

@@ -23,11 +23,12 @@ if TYPE_CHECKING:
 INSTALL = "pip install --target math_verify 'math-verify[antlr4_13_2]>=0.9'"
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 _WITH_EXPONENT = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,4})")
-_MIXED_NUMBER = re.compile(r"(-?\d+) +(\d+)/(\d+)")
-_GROUPS_OF_DIGITS = re.compile(r"[-+]?\d{1,3}(?:(?:\\[,:; ]|[~ \u00a0\u2009\u202f])\d{3})+(?:\.\d+)?")
-_CURRENCY = re.compile("[\u00a3\u20ac\u00a5\u20b9]")
-_STOP_IN_BOX = re.compile(r"(\\boxed\{[^{}]*[^{}.])\.\s*\}")
+_MIXED_NUMBER = re.compile(r"(?<![\w.^/])(\d{1,15})(?:\\?[ ~])+(\d{1,15})/(\d{1,15})(?![\d/])")
+_BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,:; ]|\{,\}|,\\!|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
+_GROUPS_OF_DIGITS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
+_CURRENCY = re.compile(r"[\u00a3\u20ac\u00a5\u20b9]|\b(?:dollars?|euros?|USD|EUR)\b")
 _FORMULA = re.compile(r"(?<!\\)\$.+(?<!\\)\$", re.DOTALL)
+_BOX_WITHOUT_BRACES = re.compile(r"\\boxed\s*\{([^{}]*)\}")
 
 
 class _TooLongError(BaseException):
@@ -95,13 +96,25 @@ class MathAnswer(AnswerReward):
         target = self._read_target(prompt, metadata)
         if _PLAIN_NUMBER.fullmatch(target):
             return
-        sample = Sample(text=in_box(target), prompt=prompt, metadata=metadata, group_id=0)
+        sample = Sample(text=self.write_answer(target), prompt=prompt, metadata=metadata, group_id=0)
         (value, reason), *_ = pool_of(self).call([sample]).values
         if value != 1.0:
             raise DataError(
                 f"math-verify cannot read column {self.target_key!r} of prompt {prompt!r}, {target!r}"
                 f"{f' ({reason})' if reason else ''}: write one expression in LaTeX, or leave the row out"
             )
+
+    def write_answer(self, target: str) -> str:
+        """An answer of which ``extract`` takes a target out again."""
+        on_one_line = " ".join(target.split())
+        forms = {
+            "all": in_box(target),
+            "boxed": f"\\boxed{{{target}}}",
+            "tags": f"<answer>{target}</answer>",
+            "marker": f"{self.marker} {on_one_line}",
+            "last_number": target,
+        }
+        return forms[self.extract]
 
     def plan_calls(self, samples: Sequence[Sample]) -> list[list[int]]:
         """One sample after the other, so that one which takes too long costs no other its value."""
@@ -114,8 +127,9 @@ class MathAnswer(AnswerReward):
     def _score_one(self, sample: Sample) -> float | Failure:
         target = self._read_target(sample.prompt, sample.metadata)
         text = text_of(sample, self.label)
-        # with extract all, math-verify looks for the mathematics in the answer itself
-        if self.extract != "all":
+        if self.extract == "all":  # math-verify looks for the mathematics in the answer itself
+            text = write_plain_numbers(text)
+        else:
             answer = extract_answer(text, self.extract, self.marker)
             if answer is None:
                 return 0.0
@@ -137,36 +151,52 @@ def _are_equal(target: str, text: str) -> bool:
     """math-verify's verdict. Its time limits are off: they use SIGALRM, which the caller has set."""
     from math_verify import parse, verify
 
-    gold = parse(_spell_as_read(in_box(target)), parsing_timeout=None)
+    gold = parse(in_box(target), parsing_timeout=None)
     if all(isinstance(part, str) for part in gold):
         raise DataError(
             f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
         )
-    return verify(gold, parse(_spell_as_read(text), parsing_timeout=None), timeout_seconds=None)
-
-
-def _spell_as_read(text: str) -> str:
-    """A text without two things that math-verify does not read: the full stop at the end of a box, as in ``10.`` and
-    ``C.``, and another sign of the empty set."""
-    return _STOP_IN_BOX.sub(r"\1}", text).replace(r"\varnothing", r"\emptyset")
+    return verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None)
 
 
 def in_box(text: str) -> str:
     r"""A text in which math-verify finds one expression: in a box, unless it has one or marks formulas by dollar signs.
 
-    A single ``$`` and ``\$`` are units, which math-verify reads in a box alone, and other currencies not at all. Three
-    ways to write a number it would read as a product: ``1e-05`` (with Euler's number), ``2 1/2``, and ``10\,000`` (0).
+    A single ``$`` and ``\$`` are units, which math-verify reads in a box alone.
     """
     if "\\boxed" in text or _FORMULA.search(text):
-        return text
-    text = _CURRENCY.sub(r"\\$", text)
-    if match := _WITH_EXPONENT.fullmatch(text):
-        text = rf"{match[1]} \times 10^{{{int(match[2])}}}"
-    elif match := _MIXED_NUMBER.fullmatch(text):
-        text = rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}"
-    elif _GROUPS_OF_DIGITS.fullmatch(text):
-        text = re.sub(r"[^-+.\d]", "", text)
-    return f"\\boxed{{{text}}}"
+        return write_plain_numbers(text)
+    return write_plain_numbers(f"\\boxed{{{_name_currency(text)}}}")
+
+
+def write_plain_numbers(text: str) -> str:
+    r"""A text with the numbers that math-verify reads as something else written as it reads them.
+
+    Anywhere: ``10\,000``, ``10{,}000`` and ``2 1/2``, of which it makes products. What is all of a box: see
+    ``_write_plainly``. So is the other sign of the empty set.
+    """
+    text = text.replace(r"\varnothing", r"\emptyset")
+    text = _BETWEEN_DIGITS.sub("", text)
+    text = _MIXED_NUMBER.sub(_write_as_fraction, text)
+    return _BOX_WITHOUT_BRACES.sub(lambda box: f"\\boxed{{{_write_plainly(box[1])}}}", text)
+
+
+def _write_as_fraction(mixed: re.Match[str]) -> str:
+    whole, numerator, denominator = (int(part) for part in mixed.groups())
+    return f"{whole * denominator + numerator}/{denominator}"
+
+
+def _write_plainly(content: str) -> str:
+    r"""What stands in a box: ``1e-05`` (Euler's number to math-verify), ``10 000`` (a product), ``36.`` (nothing)."""
+    content = _name_currency(content.strip().removesuffix(".").strip())
+    if match := _WITH_EXPONENT.fullmatch(content):
+        return rf"{match[1]} \times 10^{{{int(match[2])}}}"
+    return content.replace(" ", "") if _GROUPS_OF_DIGITS.fullmatch(content) else content
+
+
+def _name_currency(text: str) -> str:
+    r"""Currencies as ``\$``: other signs math-verify does not read, words it takes for products of variables."""
+    return _CURRENCY.sub(r"\\$", text)
 
 
 def _raise_too_long(number: int, frame: FrameType | None) -> NoReturn:

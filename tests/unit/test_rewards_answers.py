@@ -9,7 +9,7 @@ import pytest
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.answers import ExactAnswer, Format, MultipleChoice, extract_answer, last_boxed, same_text
 from sfumato.rewards.base import Sample
-from sfumato.rewards.mathematics import MathAnswer, in_box
+from sfumato.rewards.mathematics import MathAnswer, in_box, write_plain_numbers
 from sfumato.rewards.scoring.scorer import Scorer
 
 
@@ -114,6 +114,10 @@ def test_exact_reads_the_row_as_it_reads_the_answer():
         ("Answer: A", False),
         ("Answer: Berlin", False),
         ("Answer: A beer", False),
+        (r"Answer: $\boxed{B}$", True),
+        (r"Answer: \(B\)", True),
+        (r"Answer: \boxed{\textbf{(B)}\ 5}", True),
+        (r"Answer: \boxed{A}", False),
         ("**Answer**: B", True),
         ("**Answer**: **B**", True),
         ("Answer: B (Berlin)", True),
@@ -233,7 +237,9 @@ def test_math_says_how_to_install_what_is_missing(tmp_path):
         ("1e-05", r"\boxed{1 \times 10^{-5}}"),
         ("-2.5E+16", r"\boxed{-2.5 \times 10^{16}}"),
         ("2e", r"\boxed{2e}"),
-        ("2 1/2", r"\boxed{2\frac{1}{2}}"),
+        ("2 1/2", r"\boxed{5/2}"),
+        ("36.", r"\boxed{36}"),
+        ("36 dollars", r"\boxed{36 \$}"),
         (r"10\,000", r"\boxed{10000}"),
         ("-1 234 567.5", r"\boxed{-1234567.5}"),
         ("12 34", r"\boxed{12 34}"),
@@ -241,6 +247,31 @@ def test_math_says_how_to_install_what_is_missing(tmp_path):
 )
 def test_one_expression_is_shown_to_math_verify(text, shown):
     assert in_box(text) == shown
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (r"so \boxed{10\,000 \text{ m}}", r"so \boxed{10000 \text{ m}}"),
+        (r"\boxed{10{,}000+\pi}", r"\boxed{10000+\pi}"),
+        (r"\boxed{10,\!000}", r"\boxed{10000}"),
+        (r"\boxed{x = 2\ 1/2}", r"\boxed{x = 5/2}"),
+        (r"\boxed{36.} and \boxed{1e-05}", r"\boxed{36} and \boxed{1 \times 10^{-5}}"),
+        ("\\boxed{\u20ac18}", r"\boxed{\$18}"),
+        ("it is 10 000. So 3 1/2, x^2 1/2", "it is 10 000. So 7/2, x^2 1/2"),
+        (r"(1,\,200) and 12\,34", r"(1,\,200) and 12\,34"),
+    ],
+)
+def test_numbers_of_an_answer_are_shown_to_math_verify_as_it_reads_them(text, shown):
+    assert write_plain_numbers(text) == shown
+
+
+@pytest.mark.parametrize("extract", ["all", "marker", "boxed", "tags"])
+@pytest.mark.parametrize("target", [r"\frac{1}{2}", r"$\frac{1}{2}$", "x +\n1"])
+def test_a_target_that_is_tried_as_an_answer_is_found_in_it(extract, target):
+    answer = MathAnswer(extract=extract).write_answer(target)
+    part = extract_answer(answer, extract, "####")
+    assert part is not None and in_box(part).split() == in_box(target).split()
 
 
 @pytest.fixture(scope="module")
@@ -282,6 +313,11 @@ def math_reward():
         (r"\boxed{1.5}", "1.5", True),
         (r"\boxed{\varnothing}", r"\emptyset", True),
         (r"\boxed{\emptyset}", r"\varnothing", True),
+        (r"\boxed{10\,000}", 10000, True),
+        (r"\boxed{10{,}000 + x}", "x + 10000", True),
+        (r"\boxed{2 1/2}", 2.5, True),
+        (r"\boxed{36.}", 36, True),
+        (r"\boxed{36 dollars}", 36, True),
     ],
 )
 def test_mathematical_equality(math_reward, text, answer, equal):

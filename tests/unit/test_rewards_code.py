@@ -53,6 +53,13 @@ def test_right_and_wrong_programs_in_every_layout(reward):
     assert [value(reward, code, CHECK, entry_point="add") for code in (ADD, wrong, "")] == [1, 0, 0]
 
 
+def test_an_answer_is_compiled_as_a_program_of_its_own(reward):
+    point = "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\ndef add(a, b): return Point(a + b).x"
+    for code in (point, f"from __future__ import annotations\n{point}"):
+        assert value(reward, code, ["assert add(1, 2) == 3"]) == 1.0
+    assert value(reward, "def add(a: List[int], b): return a + b", ["assert add(1, 2) == 3"]) == 0.0, "a NameError"
+
+
 def test_a_fraction_where_it_is_asked_for(reward):
     partial = CodeReward(partial=True, run_timeout_s=20.0)
     only_numbers = "def add(a, b):\n    return a + b if isinstance(a, int) else None"
@@ -248,6 +255,8 @@ def test_where_the_code_of_an_answer_stands():
     assert code_of("<think>```python\ny\n```</think>\n```python\nx = 1\n```") == "x = 1\n"
     assert code_of("1. Write:\n   ```python\n   if a:\n       b\n   ```") == "if a:\n    b\n"
     assert code_of("take ```x``` as it is") == "take ```x``` as it is"
+    documented = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
+    assert code_of(f"```python\n{documented}```\n") == documented, "a docstring ends no block"
 
 
 def test_outputs_are_compared_without_spaces_at_the_ends():

@@ -18,6 +18,7 @@ import operator
 import os
 import struct
 import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
 from decimal import Decimal
 from fractions import Fraction
@@ -119,6 +120,11 @@ def decode(value: Any, other: Callable[[object], object]) -> Any:
     return simple[tag](content) if tag in simple else other(value)
 
 
+def _run(source: str, name: str, space: dict[str, Any]) -> None:
+    """Runs code of somebody else, without the ``annotations`` of this file's first import."""
+    exec(compile(source, name, "exec", dont_inherit=True), space)
+
+
 # The answer
 
 
@@ -126,7 +132,9 @@ def answer() -> None:
     """Runs the answer, then what the tests ask of it."""
     calls = os.fdopen(3, "rb")
     values = os.fdopen(4, "wb")
-    space: dict[str, Any] = {"__name__": "answer", "__builtins__": builtins}
+    # a module that can be looked up, as dataclasses and typing look for the one of a class
+    module = sys.modules["answer"] = types.ModuleType("answer")
+    space = module.__dict__
     with open("/tmp/answer.py", encoding="utf-8", errors="surrogatepass") as file:
         source = file.read()
     handles: list[object] = []
@@ -139,7 +147,7 @@ def answer() -> None:
         return handles[value[1]]
 
     try:
-        exec(compile(source, "answer.py", "exec"), space)
+        _run(source, "answer.py", space)
         problem = None
     except BaseException as error:
         problem = _describe(error)
@@ -305,12 +313,12 @@ def check() -> None:
         request = json.load(file)
     entry_point = request["entry_point"]
     space = Space(entry_point, pipes)
-    exec(compile(request["setup"], "setup", "exec"), space)
+    _run(request["setup"], "setup", space)
     if entry_point:
         space[entry_point] = Remote(entry_point, pipes)
     for source in request["tests"]:
         try:
-            exec(compile(source, "test", "exec"), space)
+            _run(source, "test", space)
             if "check" in space and entry_point and "def check" in source:
                 space["check"](space[entry_point])
             line: object = True

@@ -16,10 +16,13 @@ from sfumato.errors import DataError
 
 _PYTHON = ("python", "python3", "py")
 _FENCE = re.compile(
-    r"(?:^[ \t]*```[ \t]*(?P<language>\w*)|```[ \t]*(?P<inline>python3?|py)\b)[^\n`]*\n(?P<code>.*?)^[ \t]*```",
+    r"(?:^(?P<indent>[ \t]*)```[ \t]*(?P<language>\w*)|```[ \t]*(?P<inline>python3?|py)\b)[^\n`]*\n"
+    r"(?P<code>.*?)^(?:(?P=indent) {0,3}| {0,3})```",
     re.MULTILINE | re.DOTALL | re.IGNORECASE,
 )
-"""A block in triple backticks; one that says it is Python may begin behind other text, such as ``<think>``."""
+"""A block in triple backticks; one that says it is Python may begin behind other text, such as ``<think>``.
+
+As in Markdown, backticks that are indented by four spaces more, as those in a docstring, end none."""
 _CALLED = ("function_call", "functional", "call_based")
 """Kinds of tests, by ``type`` or ``testtype``, whose input is the arguments of a function."""
 _WRITTEN_AS_JSON = ("[", "{")
