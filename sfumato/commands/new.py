@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 NAMED_FILE = re.compile(r"(?:configs|docs/examples)/[\w./-]+\.(?:yaml|py)")
 """A file that comes with sfumato, named in a configuration."""
 
+MAKER = re.compile(r'importlib\.import_module\("(\w+)"\)')
+"""The task beside a script whose ``main`` makes what a configuration's ``made_by`` describes."""
+
 COMMAND = re.compile(r"(?:PYTHONPATH=\S+ )?bash train\.sh tasks/(\w+)\.py")
 
 README = """# {name}
@@ -148,7 +151,10 @@ def make_project(folder: Path, task: str, config: Path) -> None:
             names[named] = _free_name(path, set(names.values()))
             texts[names[named]] = path.read_text(encoding="utf-8")
             pending.append(texts[names[named]])
-    script = task_files()[task].read_text(encoding="utf-8")
+    scripts = {task: task_files()[task].read_text(encoding="utf-8")}
+    if any("made_by:" in text for text in texts.values()):  # the script imports the one that makes the model
+        for name in MAKER.findall(scripts[task]):
+            scripts[name] = task_files()[name].read_text(encoding="utf-8")
     readme = README.format(
         name=folder.name,
         folder=folder.as_posix(),
@@ -158,7 +164,8 @@ def make_project(folder: Path, task: str, config: Path) -> None:
         config_summary=summary_of_config(config) or "your configuration",
     )
     texts = {name: _rename(text, names, folder, task) for name, text in texts.items()}
-    texts |= {f"{task}.py": _rename(script, names, folder, task), "README.md": readme}
+    texts |= {f"{name}.py": _rename(script, names, folder, task) for name, script in scripts.items()}
+    texts["README.md"] = readme
     texts[f"test_{task}.py"] = TEST.format(task=task)
     try:
         folder.mkdir(parents=True)

@@ -10,6 +10,8 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 LIBRARY = sorted((ROOT / "sfumato").rglob("*.py"))
 TASKS = sorted((ROOT / "tasks").rglob("*.py"))
@@ -95,6 +97,20 @@ def targets_of(path, modules):
             yield from (name if name in modules else node.module for name in inside if node.module in modules)
         elif isinstance(node, ast.Import):
             yield from (name.name for name in node.names if name.name in modules)
+
+
+ALONE = (
+    "rewards/coding/sandbox_worker.py",
+    "rewards/coding/verifier.py",
+    "rollout/engines/served/owner_process.py",
+)
+"""Programs that run where sfumato is not: in a sandbox, or by the Python of an engine."""
+
+
+@pytest.mark.parametrize("file", ALONE)
+def test_a_program_that_runs_alone_imports_nothing_of_the_library(file):
+    modules = {".".join(module_of(path)): path for path in LIBRARY}
+    assert not set(targets_of(ROOT / "sfumato" / file, modules))
 
 
 def circles(graph):

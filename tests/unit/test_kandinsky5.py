@@ -41,7 +41,9 @@ def test_sizes_beyond_the_positions_are_refused() -> None:
 
 def test_first_latent_frames_are_adjusted_as_in_the_pipeline() -> None:
     pytest.importorskip("torchvision")
-    model = Kandinsky5ImageToVideo(Kandinsky5ImageToVideo.build(tiny_kandinsky5_video_image(), 0), 24)
+    model = Kandinsky5ImageToVideo(
+        Kandinsky5ImageToVideo.build(tiny_kandinsky5_video_image(), 0), max_sequence_length=24
+    )
     vae = model.pipeline.vae
     latents = torch.randn(2, *model.latent_shape(16, 16, 41), generator=torch.Generator().manual_seed(6))
     latents[:, :, 9:] += 5  # behind those that the pipeline looks at

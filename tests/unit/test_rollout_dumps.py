@@ -124,7 +124,7 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
         text_rollout = TextRollout(
             requests=drawn.rollout.requests, versions=drawn.rollout.versions, sequences=drawn.rollout.sequences
         )  # all that the update computes itself is computed again
-        return update_policy(actor, drawn.part._replace(rollouts=[text_rollout]), drawn.advantages, config, step)
+        return update_policy(actor, drawn.rank_batch._replace(rollouts=[text_rollout]), drawn.advantages, config, step)
 
     def other_noise(state: Any, requests: Any, iteration: int, version: int) -> Any:
         return draw(state, requests, iteration + 100, version)
@@ -139,7 +139,7 @@ def test_an_update_learns_the_same_from_a_dump(tmp_path: Path, monkeypatch: pyte
     assert tokens != [answer.token_ids.tolist() for sequence in drawn.rollout.sequences for answer in sequence]
     first, second = weights_in(tmp_path / "run/hf_ckpt"), weights_in(again / "hf_ckpt")
     assert first == second
-    assert_equal(read_dump(dump_path(again, 1)), drawn.rollout, drawn.advantages)
+    assert_equal(read_dump(dump_path(again, 1)), drawn.rollout, drawn.advantages, dict(drawn.token_values))
 
 
 @pytest.mark.slow
@@ -158,7 +158,7 @@ def test_a_run_from_dumps_has_the_bits_of_the_run_that_drew_them(tmp_path: Path)
     assert weights_in(drawn / "hf_ckpt") == weights_in(learned / "hf_ckpt")
     for step in (1, 2, 3):
         first = read_dump(dump_path(drawn, step))
-        assert_equal(read_dump(dump_path(learned, step)), first.rollout, first.advantages)
+        assert_equal(read_dump(dump_path(learned, step)), first.rollout, first.advantages, dict(first.token_values))
 
 
 @pytest.mark.slow

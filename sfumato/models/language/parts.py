@@ -481,7 +481,8 @@ def check_flash_attention(attention: str) -> None:
 
     version = attention.removeprefix("flash_attention_")
     is_installed = getattr(import_utils, f"is_flash_attn_{version}_available", lambda: False)()
-    if not is_installed and find_spec("kernels") is None:
+    # without a GPU transformers does not ask the package kernels
+    if not is_installed and (find_spec("kernels") is None or not torch.cuda.is_available()):
         raise MissingDependencyError(
             f"model.attention {attention} needs a CUDA GPU and {FLASH_PACKAGES[version]}; or pip install kernels, "
             "which loads compiled code from the Hub; or take packed, which needs neither"

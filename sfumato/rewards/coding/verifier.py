@@ -16,9 +16,10 @@ import os
 import select
 import signal
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from sfumato.config.open_mappings import JsonObject
+if TYPE_CHECKING:  # this file runs alone in the sandbox, where sfumato is not
+    from sfumato.config.open_mappings import JsonObject
 
 PR_SET_DUMPABLE = 4
 
