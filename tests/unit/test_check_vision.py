@@ -60,10 +60,9 @@ def test_what_encoders_keep_is_that_of_a_real_forward_pass(kind: str, tmp_path: 
 
 
 def test_an_encoder_of_unknown_form_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_vision, "_counted", {})
     monkeypatch.setattr(meta_vision, "_encoder_blocks", lambda module: {})  # as of PaddleOCR-VL
-    with pytest.raises(
-        ConfigError, match=r"LlavaForConditionalGeneration cannot be predicted, .*: start a run"
-    ):
+    with pytest.raises(ConfigError, match=r"LlavaForConditionalGeneration cannot be predicted, .*: start a run"):
         planned(tmp_path, "llava")
 
 
