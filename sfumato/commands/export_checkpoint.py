@@ -153,6 +153,16 @@ def _build(run: Path) -> Exportable:
         config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
         model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
         return _with_template(model, config.data)
+    if task == "rl_text":
+        from sfumato.config.text_rl import TextRLConfig
+        from sfumato.models.language.load import build_language_model
+        from sfumato.rollout.text.policy import adopt_template, build_text_template
+
+        config = load_config(TextRLConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+        reader = None if model.vision is None else model.vision.reader
+        adopt_template(build_text_template(config, model.tokenizer, reader))
+        return model
     if task == "train_omni":
         from sfumato.config.omni import TrainOmniConfig
         from sfumato.models.omni.load import build_omni_model

@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 from sfumato.commands.check_config import FITS, WRONG, Findings, check_config
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
+from sfumato.errors import ConfigError
+from sfumato.models.estimate import meta_vision
 from sfumato.models.estimate.meta_models import plan_language_model
 from sfumato.models.language.load import read_model_config
 from sfumato.parallel.layout import Layout
@@ -25,7 +27,7 @@ from tests.tiny_vision_rl import tiny_vision_rl_config
 from tests.unit.test_memory_plan import Saved
 
 KINDS = ["qwen2_5_vl", "qwen3_vl", "gemma3", "internvl", "llava_onevision"]
-KINDS += ["qwen3_5", "glm4v", "gemma4", "llava", "llava_next", "smolvlm"]
+KINDS += ["qwen3_5", "glm4v", "gemma4", "llava", "llava_next", "smolvlm", "idefics3"]
 
 
 def planned(tmp_path: Path, kind: str, **overrides: Any) -> Any:
@@ -55,6 +57,13 @@ def test_what_encoders_keep_is_that_of_a_real_forward_pass(kind: str, tmp_path: 
     expected = really_saved(module, reader.of_opened(pictures))
     actual = plan.encoder_bytes / config.data.max_seq_len * tokens
     assert actual == pytest.approx(expected, rel=0.15)
+
+
+def test_an_encoder_of_unknown_form_is_no_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meta_vision, "_counted", {})
+    monkeypatch.setattr(meta_vision, "_encoder_blocks", lambda module: {})  # as of PaddleOCR-VL
+    with pytest.raises(ConfigError, match=r"LlavaForConditionalGeneration cannot be predicted, .*: start a run"):
+        planned(tmp_path, "llava")
 
 
 @pytest.mark.parametrize(("freeze", "share"), [([], 1.0), ([r"visual\.(blocks|patch_embed|pos_embed)"], 0.5)])

@@ -29,6 +29,7 @@ from tests.tiny import (
     tiny_dit_dpo_config,
     tiny_rl_config,
     tiny_text_config,
+    tiny_text_rl_config,
     weights_in,
 )
 
@@ -44,10 +45,12 @@ RUNS = {
     "train_text, experts": ("train_text", tiny_text_config, {"kind": "qwen3_moe", "train": {"expert_bias_rate": 0.01}}),
     "train_text_dpo": ("train_text_dpo", tiny_text_config, {"data": {"data_type": "preference"}}),
     "train_text_kto": ("train_text_kto", tiny_text_config, {"data": {"data_type": "unpaired"}}),
+    "rl_text": ("rl_text", tiny_text_rl_config, {"train": {"max_steps": 2}}),
+    "rl_text, adapters": ("rl_text", tiny_text_rl_config, LORA | {"train": {"max_steps": 1}}),
 }
 
 
-QUICK = ("train_dit, averaged", "train_text, adapters", "train_text, experts", "train_text_dpo")
+QUICK = ("train_dit, averaged", "train_text, adapters", "train_text, experts", "train_text_dpo", "rl_text, adapters")
 
 
 @pytest.mark.parametrize("name", [pytest.param(run, marks=() if run in QUICK else pytest.mark.slow) for run in RUNS])

@@ -59,8 +59,12 @@ def test_a_folder_names_the_class_of_its_processor_as_pixtral_12b_does_for_llava
     assert _processor_class(described, tmp_path) is transformers.LlavaOnevisionProcessor
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"processor_class": "LlavaNextProcessor"}))
     assert _processor_class(described, tmp_path) is transformers.LlavaNextProcessor
-    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "OfItsOwnCode"}))
-    assert _processor_class(described, tmp_path) is transformers.LlavaNextProcessor
+    for other in ("OfItsOwnCode", "PreTrainedModel", 3):
+        (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": other}))
+        assert _processor_class(described, tmp_path) is transformers.LlavaNextProcessor
+    (tmp_path / "processor_config.json").write_text("{broken")
+    with pytest.raises(ConfigError, match=r"processor_config\.json: "):
+        _processor_class(described, tmp_path)
 
 
 @pytest.mark.skipif(is_torchvision_available(), reason="torchvision is installed")

@@ -277,6 +277,8 @@ def test_a_head_that_only_a_class_ties_by_default_is_the_folders_as_of_mistral_s
         build_language_model(settings, train)
     file = tmp_path / "config.json"
     file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "tie_word_embeddings"}))
+    with torch.device("meta"):  # as `sfumato check`
+        assert read_model_config(settings).tie_word_embeddings is False
     model = build_language_model(settings, train)
     model.parallelize(Mesh(Layout(), torch.device("cpu")), train)
     assert torch.equal(model.plain.get_output_embeddings().weight, head)

@@ -210,6 +210,7 @@ def broken_rows():
             "of index 1 stands where that of index 0 would",
         ),
         "its own": ([*ask, {"type": "text", "text": "<|image_pad|>"}], {}, "1 placeholders .* for 0 images"),
+        "of another kind": ([*ask, {"type": "text", "text": "<|video_pad|>"}], {}, r"a text holds <\|video_pad\|>"),
         "video": ([{"type": "video", "video": "a.mp4"}], {}, "neither a text nor an image"),
     }
 

@@ -248,7 +248,8 @@ class ImageReader:
             The text with the replacements, and where the spans are in it.
 
         Raises:
-            DataError: when there are more or fewer placeholders.
+            DataError: when there are more or fewer placeholders, or a text holds a token that stands for a part of a
+                medium.
         """
         placeholders = self.placeholders().values()
         places = [match.span() for match in re.finditer("|".join(map(re.escape, placeholders)), text)]
@@ -267,7 +268,20 @@ class ImageReader:
                 span[0] += longer if before[0] >= stop else 0
                 span[1] += longer if before[1] >= stop else 0
             last = stop
-        return "".join([*parts, text[last:]]), [(start, stop) for start, stop in new_spans]
+        expanded = "".join([*parts, text[last:]])
+        for token in self._part_tokens():
+            if expanded.count(token) != sum(replacement.count(token) for replacement in replacements):
+                raise DataError(
+                    f"{where}: a text holds {token}, which the model takes for a part of an image, a video or a sound: "
+                    "remove it from the row"
+                )
+        return expanded, [(start, stop) for start, stop in new_spans]
+
+    def _part_tokens(self) -> list[str]:
+        """The tokens that stand for a part of a medium, of all kinds that the model's processor knows."""
+        lists = (getattr(self.processor, f"{kind}_token_ids", ()) for kind in ("image", "video", "audio"))
+        token_ids = {token_id for ids in lists for token_id in ids} - {None, self.tokenizer.unk_token_id}
+        return self.tokenizer.convert_ids_to_tokens(sorted(token_ids))
 
     def tensors(self, images: Images) -> Tensors:
         """The arguments of the model's ``forward`` that the media of a document give.

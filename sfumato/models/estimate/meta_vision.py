@@ -17,6 +17,7 @@ from sfumato.config.trust import make_from_config
 from sfumato.data.media.sounds import Sound
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.format import TextFormat
+from sfumato.errors import ConfigError, UserError
 from sfumato.models.estimate.activation_memory import SavedBytes, count_saved
 from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.models.language.parts import BYTES, build_tokenizer, freeze, read_model_config, source_of
@@ -81,7 +82,32 @@ def encoder_bytes(
         mode: ``train.activation_checkpointing``.
         dtype: dtype of the computation; None is float32.
         on_gpu: count as on a GPU.
+
+    Raises:
+        ConfigError: for an encoder of another form than those that are supported by name.
     """
+    try:
+        return _count_encoder_bytes(config, module, vision, num_tokens, mode, dtype, on_gpu)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise ConfigError(
+            f"the memory of {type(module).__name__} cannot be predicted, since its encoder has an unknown form "
+            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): start a run of a few steps "
+            "(train.max_steps), which it is no obstacle to"
+        ) from error
+
+
+def _count_encoder_bytes(
+    config: LanguageModelConfig,
+    module: nn.Module,
+    vision: Vision,
+    num_tokens: int,
+    mode: str,
+    dtype: torch.dtype | None,
+    on_gpu: bool,
+) -> int:
+    """``encoder_bytes`` of encoders whose blocks are found by name, and that ``get_image_features`` runs."""
     from transformers import AutoModelForMultimodalLM
 
     with torch.device("meta"):

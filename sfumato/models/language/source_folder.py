@@ -230,7 +230,9 @@ def settle_head(folder: Path, config: PreTrainedConfig) -> None:
     if len(heads) != 1 or len(embeddings) != 1:
         return  # several parts have their own, of which the class knows the pairs
     head, embedding = heads[0], embeddings[0]
-    if torch.equal(_read_end_rows(path_of[head], head), _read_end_rows(path_of[embedding], embedding)):
+    with torch.device("cpu"):  # the numbers, where models are made without memory, too
+        is_equal = torch.equal(_read_end_rows(path_of[head], head), _read_end_rows(path_of[embedding], embedding))
+    if is_equal:
         return
     if "tie_word_embeddings" not in read_json_object(folder / "config.json"):
         config.tie_word_embeddings = False  # pyright: ignore[reportAttributeAccessIssue]  (a field of its class)

@@ -235,10 +235,10 @@ def _processor_class(described: PreTrainedConfig, folder: Path | None = None) ->
     by_type = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
     for name in (*_named_processors(folder), by_type):
         cls = getattr(transformers, name, None) if name else None
-        if cls is None:
-            continue
         try:
-            _ = cls.get_processor_dict  # of a class that stands in for one whose packages are missing, an error
+            # of a class that stands in for one whose packages are missing, any attribute is an error
+            if cls is None or not hasattr(cls, "get_processor_dict"):
+                continue
         except ImportError as error:
             raise MissingDependencyError(
                 f"{described.model_type}: {str(error).strip().partition('. ')[0]}: pip install it (torchvision: "
@@ -253,7 +253,10 @@ def _named_processors(folder: Path | None) -> list[str]:
     names: list[str] = []
     for file in ("processor_config.json", "preprocessor_config.json", "tokenizer_config.json"):
         if folder is not None and (folder / file).is_file():
-            name = read_json_object(folder / file).get("processor_class")
+            try:
+                name = read_json_object(folder / file).get("processor_class")
+            except ValueError as error:
+                raise ConfigError(f"model.model_path {folder}: {file}: {error}") from error
             names += [name] if isinstance(name, str) else []
     return names
 
