@@ -26,6 +26,7 @@ from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model, build_reader, read_model_config
 from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.parts import refuse_other_tokens
 from sfumato.models.language.probe import probe
 from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.shared_prompts import can_share_prompts
@@ -439,11 +440,7 @@ def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel 
     data_type = config.data.data_type
     teacher = build_language_model(section, config.train, frozen=True, data_type=data_type)
     check_length(teacher.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
-    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ConfigError(
-            f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
-            "it says of them means nothing: take a teacher of the same tokenizer"
-        )
+    refuse_other_tokens(f"algorithm.teacher {config.algorithm.teacher}", teacher.tokenizer, policy.tokenizer)
     return teacher
 
 
