@@ -130,7 +130,7 @@ def find_checkpoint(name: str) -> str:
             f"{path} holds exported weights and no state to go on from: name the run folder, or begin a new run from "
             f"the weights with model.model_path {path}"
         )
-    return path
+    return str(folder)  # without the slash at the end that shells write: ranks compare names
 
 
 CheckpointPath = Annotated[str, AfterValidator(find_checkpoint)]

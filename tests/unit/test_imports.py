@@ -224,7 +224,7 @@ MOST_LINES = {
     "rl_diffusion": 30_050,
     "rl_diffusion_direct": 29_150,
     "rl_diffusion_forward": 29_550,
-    "rl_text": 33_800,
+    "rl_text": 33_850,
     "train_autoencoder": 21_700,
     "train_dit": 24_700,
     "train_dit_dpo": 26_050,
