@@ -230,7 +230,7 @@ MOST_LINES = {
     "train_dit_dpo": 26_050,
     "train_image_tokenizer": 27_250,
     "train_omni": 37_400,
-    "train_text": 27_850,
+    "train_text": 27_900,
     "train_text_dpo": 27_800,
     "train_text_kto": 27_950,
     "train_text_reward": 27_100,
