@@ -223,16 +223,16 @@ def test_files_are_small_enough_to_be_read():
 MOST_LINES = {
     "rl_diffusion": 30_050,
     "rl_diffusion_direct": 29_150,
-    "rl_diffusion_forward": 29_550,
+    "rl_diffusion_forward": 29_600,
     "rl_text": 33_850,
     "train_autoencoder": 21_700,
-    "train_dit": 24_700,
+    "train_dit": 24_750,
     "train_dit_dpo": 26_050,
-    "train_image_tokenizer": 27_250,
+    "train_image_tokenizer": 27_300,
     "train_omni": 37_400,
     "train_text": 27_900,
     "train_text_dpo": 27_800,
-    "train_text_kto": 27_950,
+    "train_text_kto": 28_000,
     "train_text_reward": 27_100,
 }
 """Lines of the library and the task that importing a task may load: what every run of it needs. What a run may switch

@@ -138,6 +138,12 @@ def test_wsd_falls_by_the_square_root_over_its_last_part():
     assert actual[20] == 0.2
 
 
+def test_wsd_without_the_share_that_decays_is_refused():
+    with pytest.raises(ValidationError, match=r"needs train\.lr_decay_ratio"):
+        config(lr_decay_style="wsd")
+    assert config(lr_decay_style="wsd", lr_decay_ratio=1.0).lr_decay_ratio == 1.0  # as the files of earlier runs say
+
+
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "wsd"])
 @pytest.mark.parametrize(
     ("total", "warmup", "ratio"), [(1, 0, 1.0), (7, 3, 0.4), (50, 0, 1.0), (50, 20, 0.9), (4, 9, 1)]
