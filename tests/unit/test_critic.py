@@ -168,6 +168,17 @@ def test_a_critic_that_reads_other_tokens_than_the_policy_is_refused(tmp_path):
         make(tmp_path, model_path=str(folder))
 
 
+def test_a_critic_with_fewer_positions_than_a_sample_has_tokens_is_refused(tmp_path):
+    _, critic = make(tmp_path)
+    folder = tmp_path / "reward_model"
+    folder.mkdir()
+    critic.model.save_export(folder, dict(critic.model.module.state_dict()))
+    described = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"critic\.model_path: a sample's length 64 is above the 16 positions"):
+        make(tmp_path, model_path=str(folder))
+
+
 def test_a_return_that_is_not_finite_stops_before_the_update(tmp_path):
     _, critic = make(tmp_path)
     before = tensors(critic)

@@ -76,11 +76,25 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
     """Loads the model that is trained, and counts its operations.
 
     Raises:
-        ConfigError: when it is missing, or has fewer positions than a sample may have tokens.
+        ConfigError: when it is missing, has dropout, or has fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     check_length(model.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    _refuse_dropout(model)
     return model, FlopCount(model.module, model.vision)
+
+
+def _refuse_dropout(model: LanguageModel) -> None:
+    """Raises ConfigError for a policy that drops elements when it is trained, as published GPT-2 does."""
+    parts = [name for name, part in model.module.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    if not parts:
+        return
+    fields = model.plain.config.get_text_config().to_dict()
+    settings = [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0]
+    raise ConfigError(
+        f"{type(model.plain).__name__} has dropout ({parts[0]}), with which replay and rollout would be different "
+        f"policies: set {', '.join(settings) or 'it'} to 0 in its config.json"
+    )
 
 
 def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say: Callable[..., None]) -> None:
