@@ -188,7 +188,7 @@ def build_actor(
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
     engine = TextEngine(config, mesh, model, flops)
-    dumps = RolloutDumps(config, mesh, run.say)
+    dumps = RolloutDumps(config, mesh, run.say, model.tokenizer)
     saved = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.unfinished}
     saved |= {"critic": critic.state} if critic is not None else {}
     state = TrainState(model.trained, optimizer, schedule, ema, policies.frozen_weights, **saved)

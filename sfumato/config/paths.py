@@ -113,7 +113,7 @@ def find_checkpoint(name: str) -> str:
     The path then holds the step, so that a run's resolved configuration names what it went on from.
 
     Raises:
-        ValueError: when the run has saved nothing, or the folder holds exported weights.
+        ValueError: when the run has saved nothing, or the folder holds checkpoints or exported weights.
     """
     path = check_path(name)
     if path in ("auto", "new"):
@@ -125,12 +125,16 @@ def find_checkpoint(name: str) -> str:
         if not steps:
             raise ValueError(f"{checkpoints} is empty: the run has saved nothing")
         return str(checkpoints / f"global_step_{max(steps)}")
+    if folder.is_dir() and any(CHECKPOINT_NAME.fullmatch(entry.name) for entry in folder.iterdir()):
+        raise ValueError(
+            f"{path} holds checkpoints: name one of them, or its run folder {folder.parent} to take the newest"
+        )
     if not (folder / "manifest.json").exists() and any((folder / file).is_file() for file in EXPORTED):
         raise ValueError(
             f"{path} holds exported weights and no state to go on from: name the run folder, or begin a new run from "
             f"the weights with model.model_path {path}"
         )
-    return path
+    return str(folder)  # without the slash at the end that shells write: ranks compare names
 
 
 CheckpointPath = Annotated[str, AfterValidator(find_checkpoint)]

@@ -218,6 +218,11 @@ class TrainConfig(ParallelConfig):
         if self.lr_decay_style == "constant":
             why = "with train.lr_decay_style constant: remove it, or set lr_decay_style to linear, cosine or wsd"
             refuse_needless(self, "train", ("lr_min", "lr_decay_ratio"), why)
+        if self.lr_decay_style == "wsd" and "lr_decay_ratio" not in self.model_fields_set:
+            raise ValueError(
+                "train.lr_decay_style wsd (warm-up, stable, decay) needs train.lr_decay_ratio, the share of all steps "
+                "that decays, such as 0.2: by its default of 1 the rate is never stable"
+            )
         if not self.ema_decay:
             refuse_needless(self, "train", ("ema_interval",), "without train.ema_decay: remove it, or set ema_decay")
         first = 1 if self.profile_steps is None else self.profile_steps[0]

@@ -23,6 +23,10 @@ from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
 NAMED = 5
 """Parameters that an error names."""
 
+UNDECAYED = re.compile(r"(bias|A_log)$")
+"""Names of parameters without weight decay, whatever their shape: biases of stacked experts (gpt-oss) and of stacked
+heads, which are as many vectors, and the decay rates of Mamba's states, which its authors except."""
+
 DECAYS = {
     "linear": lambda progress: 1 - progress,
     "cosine": lambda progress: 0.5 * (1 + math.cos(math.pi * progress)),
@@ -51,7 +55,8 @@ def build_optimizer(
 ) -> tuple[torch.optim.Optimizer, LambdaLR]:
     """The optimiser over the parameters that require gradients, and its learning-rate schedule.
 
-    Matrices have weight decay, vectors (norms, biases) have none, unless ``train.param_groups`` says otherwise.
+    Matrices have weight decay, vectors (norms, biases) and those of ``UNDECAYED`` have none, unless
+    ``train.param_groups`` says otherwise.
 
     Args:
         module: what is trained, as ``parallelize`` returned it.
@@ -75,7 +80,8 @@ def build_optimizer(
     shapes = whole_shapes(module)
     grouped: dict[ParameterGroup, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        group = _make_group(parameter, len(shapes[name]) < 2, name in hidden, entries[name], config)
+        is_vector = len(shapes[name]) < 2 or UNDECAYED.search(name) is not None
+        group = _make_group(parameter, is_vector, name in hidden, entries[name], config)
         grouped.setdefault(group, []).append(parameter)
     # The sort is stable, so that within these two keys groups stay in the order of the module's parameters.
     order = sorted(grouped, key=lambda group: (group.is_scaled, group.is_vector))

@@ -1,6 +1,7 @@
 """The critic: values, updates of its own, and a state that goes on to the bit beside the policy's."""
 
 import copy
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from sfumato.config.critic import CriticConfig
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.errors import CheckpointError, NonFiniteError
+from sfumato.errors import CheckpointError, ConfigError, NonFiniteError
 from sfumato.models.language.critic import Critic
 from sfumato.models.language.load import build_language_model
 from sfumato.optim.optimizer import build_optimizer
@@ -151,6 +152,31 @@ def test_a_critic_may_begin_from_a_reward_model(tmp_path):
     before = other.values(batches)[0]
     run(other, 1)
     assert not torch.equal(other.values(batches)[0], before)
+
+
+def test_a_critic_that_reads_other_tokens_than_the_policy_is_refused(tmp_path):
+    """As many tokens, but in another order: values would be those of other texts."""
+    _, critic = make(tmp_path)
+    folder = tmp_path / "reward_model"
+    folder.mkdir()
+    critic.model.save_export(folder, dict(critic.model.module.state_dict()))
+    saved = json.loads((folder / "tokenizer.json").read_text())
+    first, second, *_ = vocabulary = saved["model"]["vocab"]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"critic\.model_path .*: its tokenizer has other tokens than the policy's"):
+        make(tmp_path, model_path=str(folder))
+
+
+def test_a_critic_with_fewer_positions_than_a_sample_has_tokens_is_refused(tmp_path):
+    _, critic = make(tmp_path)
+    folder = tmp_path / "reward_model"
+    folder.mkdir()
+    critic.model.save_export(folder, dict(critic.model.module.state_dict()))
+    described = json.loads((folder / "config.json").read_text()) | {"max_position_embeddings": 16}
+    (folder / "config.json").write_text(json.dumps(described))
+    with pytest.raises(ConfigError, match=r"critic\.model_path: a sample's length 64 is above the 16 positions"):
+        make(tmp_path, model_path=str(folder))
 
 
 def test_a_return_that_is_not_finite_stops_before_the_update(tmp_path):

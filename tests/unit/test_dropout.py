@@ -8,10 +8,14 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from sfumato.config.load import load_config
+from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError
 from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.dropout import KeyedDropout, keep_mask, keyed_dropout
+from sfumato.rollout.text.policy import build_text_policy
 from tests.dist.cases import CASES, build
+from tests.tiny import tiny_text_rl_config, write_config
 
 
 class Net(nn.Module):
@@ -189,3 +193,11 @@ def test_settings_of_diffusers_models_are_not_looked_up_as_attributes():
         warnings.simplefilter("always", FutureWarning)
         keyed_dropout(model, 0)
     assert not [str(warning.message) for warning in warned]
+
+
+def test_rl_of_a_policy_with_dropout_names_its_settings(tmp_path):
+    described = {"model_type": "gpt2", "vocab_size": 259, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 128}
+    path = write_config(described | {"resid_pdrop": 0.1, "attn_pdrop": 0.0, "embd_pdrop": 0.1}, tmp_path / "gpt2.yaml")
+    config = tiny_text_rl_config(tmp_path, model={"config_path": str(path)})
+    with pytest.raises(ConfigError, match=r"GPT2LMHeadModel has dropout .*: set resid_pdrop, embd_pdrop"):
+        build_text_policy(load_config(TextRLConfig, overrides=config))

@@ -57,6 +57,10 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(tmp_path):
     for name in ("global_step_9", "global_step_10", "global_step_11.tmp"):
         (tmp_path / "run" / "checkpoints" / name).mkdir(parents=True)
     assert find_checkpoint(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoints" / "global_step_10")
+    named = str(tmp_path / "run" / "checkpoints" / "global_step_9")
+    assert find_checkpoint(f"{named}/") == named, "a shell completes the name of a folder with a slash"
+    with pytest.raises(ValueError, match="holds checkpoints: name one of them, or its run folder"):
+        find_checkpoint(str(tmp_path / "run" / "checkpoints"))
     assert find_checkpoint("auto") == "auto"
     assert find_checkpoint("no/such/folder") == "no/such/folder", "the run says that it does not exist"
     (tmp_path / "empty" / "checkpoints").mkdir(parents=True)

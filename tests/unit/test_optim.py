@@ -116,6 +116,19 @@ def test_matrices_decay_and_vectors_do_not():
         torch.testing.assert_close(tensor.detach(), before[name] * factor)
 
 
+def test_biases_of_many_rows_and_rates_of_states_do_not_decay():
+    module = nn.Module()
+    for name in ("gate_up_proj", "gate_up_proj_bias", "A_log"):  # as gpt-oss' experts and Mamba's mixers name them
+        module.register_parameter(name, nn.Parameter(torch.ones(4, 6)))
+    optimizer, _ = build_optimizer(module, config(weight_decay=0.5), 1)
+    decay = {id(param): group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
+    assert {name: decay[id(param)] for name, param in module.named_parameters()} == {
+        "gate_up_proj": 0.5,
+        "gate_up_proj_bias": 0.0,
+        "A_log": 0.0,
+    }
+
+
 def test_wsd_falls_by_the_square_root_over_its_last_part():
     actual = rates(20, lr=1.0, lr_min=0.2, lr_warmup_steps=4, lr_decay_style="wsd", lr_decay_ratio=0.5)
     assert actual[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0], rel=1e-12)
@@ -123,6 +136,12 @@ def test_wsd_falls_by_the_square_root_over_its_last_part():
     expected = [0.2 + 0.8 * (1 - ((step - 10) / 10) ** 0.5) for step in range(10, 21)]
     assert actual[10:] == pytest.approx(expected, rel=1e-12)
     assert actual[20] == 0.2
+
+
+def test_wsd_without_the_share_that_decays_is_refused():
+    with pytest.raises(ValidationError, match=r"needs train\.lr_decay_ratio"):
+        config(lr_decay_style="wsd")
+    assert config(lr_decay_style="wsd", lr_decay_ratio=1.0).lr_decay_ratio == 1.0  # as the files of earlier runs say
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "wsd"])

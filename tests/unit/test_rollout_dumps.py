@@ -208,6 +208,10 @@ def test_samples_are_found_in_the_dumps_of_all_ranks(tmp_path: Path) -> None:
     assert samples[0].text == "" and len(samples[1].text) == 4 and samples[1].group_id == 0
     with pytest.raises(DataError, match="have no sample 77"):
         source.draw([SampleRequest(77, 0, 0)], 0)
+    # of a run with a smaller rollout.n: other prompts' answers would be compared with this one
+    moved = replace(wanted[1], group_id=wanted[1].group_id + 1)
+    with pytest.raises(DataError, match=rf"sample {moved.sample_id} in another group: rollout\.num_prompts"):
+        source.draw([moved], 0)
     with pytest.raises(DataError, match="is missing"):
         source.draw(wanted, 1)
 
@@ -219,6 +223,8 @@ def test_dumps_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         dumped(tmp_path / "tokens", rollout, advantages).draw(wanted, 0)
     with pytest.raises(ConfigError, match=r"rollout\.temperature 0\.8: .* was drawn with 0\.5"):
         dumped(tmp_path / "warm", rollout, advantages, temperature=0.5).draw(wanted, 0)
+    with pytest.raises(ConfigError, match=r"rollout\.load_dump: .* was drawn with another tokenizer"):
+        dumped(tmp_path / "words", rollout, advantages, vocabulary="of another").draw(wanted, 0)
     without = replace(advantages, components={})
     with pytest.raises(DataError, match="holds no rewards"):
         dumped(tmp_path / "old", rollout, without).draw(wanted, 0)

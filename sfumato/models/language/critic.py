@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from torch import Tensor
@@ -10,6 +11,8 @@ from torch import Tensor
 from sfumato.config.critic import CriticConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.data.text.token_batch import TokenBatch
+from sfumato.models.language.hf_config import check_length
+from sfumato.models.language.parts import build_tokenizer, refuse_other_tokens
 from sfumato.models.language.probe import probe
 from sfumato.models.language.scalar_head import build_scalar_model
 from sfumato.optim.optimizer import build_optimizer
@@ -52,7 +55,8 @@ class Critic:
             say: logs a line.
 
         Raises:
-            ConfigError: when it cannot be built or sharded as configured, or computes something else than transformers.
+            ConfigError: when it cannot be built or sharded as configured, computes something else than transformers,
+                has too few positions, or its folder has a tokenizer with other tokens than the policy's.
         """
         self.model_config = config.of_policy(policy)
         # param_groups name weights of the policy; a scalar head makes no logits that a chunked loss could take
@@ -61,6 +65,11 @@ class Critic:
         self.mesh = mesh
         self._max_grad_norm = train.max_grad_norm
         self.model = build_scalar_model(self.model_config, train, config.head)
+        check_length(self.model.plain.config.get_text_config(), max_seq_len, "critic.model_path: a sample's length")
+        # a folder may hold weights alone
+        if config.model_path is not None and (Path(config.model_path) / "tokenizer_config.json").is_file():
+            tokenizer = build_tokenizer(self.model_config.model_copy(update={"tokenizer_path": None}))
+            refuse_other_tokens(f"critic.model_path {config.model_path}", tokenizer, self.model.tokenizer)
         self.model.parallelize(mesh, train)
         probe(self.model, self.model_config, train, max_seq_len, say)
         optimizer, schedule = build_optimizer(self.model.trained, train, total_steps, mesh)

@@ -380,6 +380,21 @@ def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def refuse_other_tokens(option: str, tokenizer: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError when a model that reads a policy's tokens has another token in the place of one of these.
+
+    Args:
+        option: the setting that names the model, and its folder, for the message.
+        tokenizer: the model's; it may have more tokens.
+        policy: the policy's.
+    """
+    if not policy.get_vocab().items() <= tokenizer.get_vocab().items():
+        raise ConfigError(
+            f"{option}: its tokenizer has other tokens than the policy's, so what it says of them means nothing: take "
+            "a model of the same tokenizer"
+        )
+
+
 def _make(
     auto_class: Any, described: PreTrainedConfig, attention: str, dtype: torch.dtype | None, trust: bool
 ) -> PreTrainedModel:

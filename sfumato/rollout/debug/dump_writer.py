@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,17 +15,26 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.json_lines import Sparing
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from sfumato.rollout.text.tokens import TextRollout
 
 
 class RolloutDumps:
     """Writes the dumps of a run that asks for them, each data-parallel rank its own."""
 
-    def __init__(self, config: TextRLConfig, mesh: Mesh, say: Callable[[str], None]) -> None:
-        """``say`` is told, once, that dumps cannot be written."""
+    def __init__(
+        self,
+        config: TextRLConfig,
+        mesh: Mesh,
+        say: Callable[[str], None],
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        """``say`` is told, once, that dumps cannot be written; ``tokenizer`` is the policy's, which dumps name."""
         self.rollout = config.rollout
         self.mesh = mesh
         self.output_dir = Path(config.train.output_dir)
+        self.tokenizer = tokenizer
         self._sparing = Sparing(say)
         self._has_begun = False
 
@@ -32,6 +42,12 @@ class RolloutDumps:
     def needs_token_values(self) -> bool:
         """Whether the run asks for dumps with the values that an update computes for tokens."""
         return self.rollout.dump and not self.rollout.rollout_only
+
+    @cached_property
+    def _vocabulary(self) -> str | None:
+        from sfumato.rollout.debug.dumps import digest_vocabulary
+
+        return None if self.tokenizer is None else digest_vocabulary(self.tokenizer)
 
     def write(
         self, rollout: TextRollout, advantages: Advantages, token_values: Mapping[str, Tensor], step: int
@@ -58,7 +74,8 @@ class RolloutDumps:
                 if not self._has_begun and self.mesh.is_first:
                     self._remove_from(step)
                 path = dump_path(self.output_dir, step, rank)
-                write_dump(path, rollout, advantages, token_values, step, rank, self.rollout.temperature)
+                vocabulary = self._vocabulary
+                write_dump(path, rollout, advantages, token_values, step, rank, self.rollout.temperature, vocabulary)
             except OSError as error:
                 problem = error
         # gathered, so that all ranks report the same problem

@@ -13,7 +13,7 @@ sequences, T tokens, R decisions, each sample by sample:
 - ``known.NAME``, ``[R]``: a value that the update had for each decision, such as ``known.advantages``, its advantage;
 - ``images.*``: the media of prompts, where there are some: files one after the other, with their sizes and kinds.
 
-The file's metadata say the format, the step, the rank and the temperature of the rollout.
+The file's metadata say the format, the step, the rank, the temperature of the rollout and a digest of its vocabulary.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import cast, get_args
+from typing import TYPE_CHECKING, cast, get_args
 
 import numpy as np
 import torch
@@ -33,12 +33,16 @@ from torch import Tensor
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.writing import write_atomically
+from sfumato.data.identity import digest_value
 from sfumato.data.media.document_media import Images, images_of
 from sfumato.data.media.kinds import AudioFile, VideoFile
 from sfumato.errors import DataError
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import RankBatch, SampleRequest
 from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FOLDER = "rollouts"
 """In the run folder."""
@@ -65,6 +69,8 @@ class RolloutDump:
     """The iteration, from 1."""
     temperature: float | None = None
     """That the tokens were drawn with, if the file says so."""
+    vocabulary: str | None = None
+    """``digest_vocabulary`` of the tokenizer that they are of, if the file says so."""
     token_values: Mapping[str, Tensor] = field(default_factory=dict)
     """What the update computed for the R tokens that the policy drew: ``[R]`` by name."""
 
@@ -81,6 +87,11 @@ def dump_path(output_dir: Path, step: int, data_rank: int = 0) -> Path:
     return Path(output_dir) / FOLDER / f"step_{step:06d}.rank{data_rank}.safetensors"
 
 
+def digest_vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A digest of a tokenizer's tokens and their ids."""
+    return digest_value(tokenizer.get_vocab())
+
+
 def write_dump(
     path: Path,
     rollout: TextRollout,
@@ -89,6 +100,7 @@ def write_dump(
     step: int,
     data_rank: int = 0,
     temperature: float | None = None,
+    vocabulary: str | None = None,
 ) -> None:
     """Writes one rank's samples of an iteration; the file is complete or absent.
 
@@ -100,6 +112,7 @@ def write_dump(
         step: the iteration, from 1.
         data_rank: of the rank.
         temperature: that the tokens were drawn with.
+        vocabulary: ``digest_vocabulary`` of the tokenizer that they are of.
 
     Raises:
         OSError: when the disk is full or fails.
@@ -133,6 +146,7 @@ def write_dump(
     tensors = {name: values.detach().cpu().contiguous() for name, values in tensors.items()}
     metadata = {"format": FORMAT, "step": str(step), "data_rank": str(data_rank)}
     metadata |= {} if temperature is None else {"temperature": repr(float(temperature))}
+    metadata |= {} if vocabulary is None else {"vocabulary": vocabulary}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, save(tensors, metadata))
 
@@ -166,7 +180,8 @@ def read_dump(path: Path) -> RolloutDump:
         advantages = _advantages_of(tensors)
         if any(len(values) != sum(rollout.num_rows) for values in token_values.values()):
             raise ValueError(f"values of tokens that are not {sum(rollout.num_rows)}")
-        return RolloutDump(rollout, advantages, int(metadata["step"]), temperature, token_values)
+        step, vocabulary = int(metadata["step"]), metadata.get("vocabulary")
+        return RolloutDump(rollout, advantages, step, temperature, vocabulary, token_values)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} does not hold together: {type(error).__name__} {error}") from error
 

@@ -17,7 +17,7 @@ from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import SampleRequest
-from sfumato.rollout.debug.dumps import FOLDER, dump_path, read_dump
+from sfumato.rollout.debug.dumps import FOLDER, digest_vocabulary, dump_path, read_dump
 from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 
 
@@ -42,6 +42,7 @@ class DumpedRollouts:
                 f"rollout.load_dump: {self._folder} has no folder {FOLDER}, which a run with rollout.dump or "
                 "rollout.rollout_only writes: name a run folder that has one"
             )
+        self._vocabulary = digest_vocabulary(template.tokenizer)
         self._step = -1
         self._rollout: TextRollout | None = None
         self._scores: list[dict[str, float]] = []
@@ -52,18 +53,27 @@ class DumpedRollouts:
         """The samples of an iteration that are asked for, by their ids; as ``TextEngine.draw_requests``.
 
         Raises:
-            ConfigError: when they were drawn with another temperature.
-            DataError: when a file is missing or damaged, lacks a sample, or holds tokens that the tokenizer has not.
+            ConfigError: when they were drawn with another temperature or tokenizer.
+            DataError: when a file is missing or damaged, lacks a sample or has it in another group, or holds tokens
+                that the tokenizer has not.
         """
         if self._step != iteration:
             self._read(iteration)
         assert self._rollout is not None
         row_of = {sample_id: row for row, sample_id in enumerate(self._rollout.sample_ids)}
         missing = [request.sample_id for request in requests if request.sample_id not in row_of]
-        if missing:
+        # with another rollout.n answers to several prompts would be compared as one group
+        moved = [
+            request.sample_id
+            for request in requests
+            if request.sample_id not in missing
+            and self._rollout.requests[row_of[request.sample_id]].group_id != request.group_id
+        ]
+        if missing or moved:
+            problem = f"no sample {missing[0]}" if missing else f"sample {moved[0]} in another group"
             raise DataError(
-                f"the rollouts of step {iteration + 1} in {self._folder} have no sample {missing[0]}: "
-                "rollout.num_prompts and rollout.n must be those of the run that wrote them"
+                f"the rollouts of step {iteration + 1} in {self._folder} have {problem}: rollout.num_prompts and "
+                "rollout.n must be those of the run that wrote them"
             )
         rows = [row_of[request.sample_id] for request in requests]
         chosen = self._rollout.rows(torch.tensor(rows, dtype=torch.int64))
@@ -83,6 +93,11 @@ class DumpedRollouts:
                 raise ConfigError(
                     f"rollout.temperature {self._temperature:g}: {path} was drawn with {dump.temperature:g}, and its "
                     "log-probabilities are of that: set it to the same"
+                )
+            if dump.vocabulary not in (None, self._vocabulary):
+                raise ConfigError(
+                    f"rollout.load_dump: {path} was drawn with another tokenizer than that of model.model_path, in "
+                    "which its tokens mean something else: take a model of the same tokenizer"
                 )
             if not dump.advantages.components and len(dump.rollout):
                 raise DataError(f"{path} holds no rewards: it was written by an earlier version; draw it again")

@@ -26,6 +26,7 @@ from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model, build_reader, read_model_config
 from sfumato.models.language.model import LanguageModel
+from sfumato.models.language.parts import refuse_other_tokens
 from sfumato.models.language.probe import probe
 from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.shared_prompts import can_share_prompts
@@ -75,11 +76,25 @@ def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
     """Loads the model that is trained, and counts its operations.
 
     Raises:
-        ConfigError: when it is missing, or has fewer positions than a sample may have tokens.
+        ConfigError: when it is missing, has dropout, or has fewer positions than a sample may have tokens.
     """
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     check_length(model.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
+    _refuse_dropout(model)
     return model, FlopCount(model.module, model.vision)
+
+
+def _refuse_dropout(model: LanguageModel) -> None:
+    """Raises ConfigError for a policy that drops elements when it is trained, as published GPT-2 does."""
+    parts = [name for name, part in model.module.named_modules() if isinstance(part, nn.Dropout) and part.p > 0]
+    if not parts:
+        return
+    fields = model.plain.config.get_text_config().to_dict()
+    settings = [name for name, value in fields.items() if "drop" in name and isinstance(value, float) and value > 0]
+    raise ConfigError(
+        f"{type(model.plain).__name__} has dropout ({parts[0]}), with which replay and rollout would be different "
+        f"policies: set {', '.join(settings) or 'it'} to 0 in its config.json"
+    )
 
 
 def probe_policies(config: TextRLConfig, policies: Policies[LanguageModel], say: Callable[..., None]) -> None:
@@ -439,11 +454,7 @@ def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel 
     data_type = config.data.data_type
     teacher = build_language_model(section, config.train, frozen=True, data_type=data_type)
     check_length(teacher.plain.config.get_text_config(), config.max_seq_len, SUM_OF_LENGTHS)
-    if teacher.tokenizer.get_vocab() != policy.tokenizer.get_vocab():
-        raise ConfigError(
-            f"algorithm.teacher {config.algorithm.teacher}: its tokenizer has other tokens than the policy's, so what "
-            "it says of them means nothing: take a teacher of the same tokenizer"
-        )
+    refuse_other_tokens(f"algorithm.teacher {config.algorithm.teacher}", teacher.tokenizer, policy.tokenizer)
     return teacher
 
 
