@@ -19,6 +19,8 @@ _NUMBER = re.compile(rf"(?:(?<![\w)\]}}])[-{_MINUS}])?(?:{_DIGITS})(?:{_EXPONENT
 _WHOLE_NUMBER = re.compile(rf"[-{_MINUS}+]?(?:{_DIGITS})(?:{_EXPONENT})?")
 _EMPHASIS = "*_` \t"
 _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), ("$", "$")}
+_RAISED_DIGITS = re.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
+_LOWERED_DIGITS = re.compile("(?<=[0-9])[\u2080-\u2089]+")
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
 _CHOICE_BEGINS = re.compile(r"\A(?:\\\(|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_`\s$])+")
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
@@ -79,8 +81,8 @@ def same_text(first: str, second: str) -> bool:
     """Whether two answers are the same but for spelling.
 
     Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks, dollar signs or a
-    LaTeX command for text around all of it and without a full stop at the end. Two decimal numbers are compared as
-    numbers, so that 1,000 is 1000.0.
+    LaTeX command for text around all of it and without a full stop at the end. Digits raised or lowered behind a digit
+    stay apart from it, as 10^2. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
     """
     first, second = _normalise_spelling(first), _normalise_spelling(second)
     if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
@@ -89,6 +91,8 @@ def same_text(first: str, second: str) -> bool:
 
 
 def _normalise_spelling(text: str) -> str:
+    # NFKC would make 102 of 10\u00b2
+    text = _LOWERED_DIGITS.sub(r"_\g<0>", _RAISED_DIGITS.sub(r"^\g<0>", text))
     text = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     # one pair or full stop at a time: they may stand around each other, as in "Paris."
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
