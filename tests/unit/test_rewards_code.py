@@ -54,14 +54,8 @@ def test_right_and_wrong_programs_in_every_layout(reward):
 
 
 def test_an_answer_is_compiled_as_a_program_of_its_own(reward):
-<<<<<<< HEAD
-    point = (
-        "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\ndef add(a, b): return Point(a + b).x"
-    )
-=======
     point = "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\n"
     point += "def add(a, b): return Point(a + b).x"
->>>>>>> b1
     for code in (point, f"from __future__ import annotations\n{point}"):
         assert value(reward, code, ["assert add(1, 2) == 3"]) == 1.0
     assert value(reward, "def add(a: List[int], b): return a + b", ["assert add(1, 2) == 3"]) == 0.0, "a NameError"
