@@ -43,11 +43,6 @@ WORTH_PICKING = 0.9
 """Logits are computed for the tokens with a label alone where these are less than this fraction of all; picking them
 costs a copy."""
 
-TokenLoss = Callable[[TokenScores, TokenBatch], Tensor]
-"""Takes the scores of a micro-batch and the micro-batch as ``place_batch`` returns it, and returns the share of the
-loss that this micro-batch has: a scalar already divided by the number of terms over all ranks and micro-batches. Under
-sequence parallelism both arguments hold this rank's tokens only."""
-
 
 class LanguageModel(PackedModel[TokenScores]):
     """A causal transformers model with its tokenizer. The transformers modules are used as they are."""
