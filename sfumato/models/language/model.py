@@ -24,7 +24,6 @@ from sfumato.models.language.hf_config import give_weights
 from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
 from sfumato.models.language.output_layer import OutputLayer
 from sfumato.models.language.packed_model import PackedModel, Tensors
-from sfumato.models.language.packed_model import RowLayout as RowLayout
 from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_router_settings
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
