@@ -14,8 +14,9 @@ from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.models.language.document_rows import document_lengths, group_documents
 from sfumato.models.language.load import build_byte_tokenizer
-from sfumato.models.language.model import LanguageModel, RowLayout
+from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_attention import register_packed_attention
+from sfumato.models.language.packed_model import RowLayout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from tests.survey.tiny_configs import tiny_config

@@ -10,8 +10,9 @@ import torch
 
 from sfumato.errors import ConfigError
 from sfumato.models.language import shared_prompts
-from sfumato.models.language.model import LanguageModel, RowLayout
+from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_attention import register_packed_attention
+from sfumato.models.language.packed_model import RowLayout
 from sfumato.models.language.shared_prompts import can_share_prompts
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.text.packing import pack_samples

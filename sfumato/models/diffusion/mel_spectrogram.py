@@ -10,33 +10,35 @@ import functools
 import torch
 from torch import Tensor
 
+WINDOW = 1024
+"""Samples of the Hann window of a spectrum."""
+
 SMALLEST = 1e-5
 """Magnitude below which a spectrum counts as silent."""
 
 
-def log_mel_spectrogram(sound: Tensor, rate: int, hop_length: int, bins: int, window: int = 1024) -> Tensor:
+def log_mel_spectrogram(sound: Tensor, rate: int, hop_length: int, bins: int) -> Tensor:
     """The logarithm of the magnitudes of a sound in bands of Slaney's mel scale, each of the same area.
 
     Args:
-        sound: float32 ``[B, A, N]`` in [-1, 1]; N is more than half a window.
+        sound: float32 ``[B, A, N]`` in [-1, 1]; N is more than half of ``WINDOW``.
         rate: samples per second.
         hop_length: samples from one frame to the next; the first is centred on the first sample.
         bins: bands from 0 Hz to half of the rate.
-        window: samples of a Hann window.
 
     Returns:
         float32 ``[B, A, M, bins]`` with M = 1 + N // hop_length.
     """
     spectrum = torch.stft(
         sound.flatten(0, 1),
-        window,
+        WINDOW,
         hop_length,
-        window=torch.hann_window(window, device=sound.device),
+        window=torch.hann_window(WINDOW, device=sound.device),
         center=True,
         pad_mode="reflect",
         return_complex=True,
     ).abs()  # [B A, frequencies, M]
-    filters = _mel_filters(window // 2 + 1, bins, rate).to(spectrum)
+    filters = _mel_filters(WINDOW // 2 + 1, bins, rate).to(spectrum)
     return (spectrum.mT @ filters).clamp(min=SMALLEST).log().unflatten(0, sound.shape[:2])
 
 

@@ -30,20 +30,32 @@ def _joint_attention(may_lack: str = "") -> dict[str, str]:
     return {f"transformer_blocks.*.attn.{name}": style for name, style in styles.items()}
 
 
+def _attention(place: str, norms: str = "replicated_with_grad_allreduce", may_lack: str = "") -> dict[str, str]:
+    """Styles of the layers of an attention with its own queries, keys, values and output.
+
+    Args:
+        place: name of the attention.
+        norms: style of the norms of queries and keys.
+        may_lack: "?" marks all layers as ones that not every model has.
+    """
+    styles = dict.fromkeys(("to_q", "to_k", "to_v"), "colwise")
+    styles |= {"norm_q": norms, "norm_k": norms, "to_out.0": "rowwise"}
+    return {f"{place}.{name}": f"{style}{may_lack}" for name, style in styles.items()}
+
+
+def _feed_forward(place: str, may_lack: str = "") -> dict[str, str]:
+    """Styles of the layers of diffusers' ``FeedForward``; ``may_lack`` as for ``_attention``."""
+    return {f"{place}.net.0.proj": f"colwise{may_lack}", f"{place}.net.2": f"rowwise{may_lack}"}
+
+
 SD3 = ParallelPlan(
     blocks=("JointTransformerBlock",),
     tensor={
         **_joint_attention(may_lack="?"),  # norms, and in the last block the output of the text
-        "transformer_blocks.*.attn2.to_q": "colwise?",  # dual attention: Stable Diffusion 3.5 medium
-        "transformer_blocks.*.attn2.to_k": "colwise?",
-        "transformer_blocks.*.attn2.to_v": "colwise?",
-        "transformer_blocks.*.attn2.norm_q": "replicated_with_grad_allreduce?",
-        "transformer_blocks.*.attn2.norm_k": "replicated_with_grad_allreduce?",
-        "transformer_blocks.*.attn2.to_out.0": "rowwise?",
-        "transformer_blocks.*.ff.net.0.proj": "colwise",
-        "transformer_blocks.*.ff.net.2": "rowwise",
-        "transformer_blocks.*.ff_context.net.0.proj": "colwise?",
-        "transformer_blocks.*.ff_context.net.2": "rowwise?",
+        # dual attention: Stable Diffusion 3.5 medium
+        **_attention("transformer_blocks.*.attn2", may_lack="?"),
+        **_feed_forward("transformer_blocks.*.ff"),
+        **_feed_forward("transformer_blocks.*.ff_context", may_lack="?"),
     },
     sequence={
         "pos_embed": {0: Split(1, output=True)},
@@ -63,10 +75,8 @@ FLUX = ParallelPlan(
     blocks=("FluxTransformerBlock", "FluxSingleTransformerBlock"),
     tensor={
         **_joint_attention(),
-        "transformer_blocks.*.ff.net.0.proj": "colwise",
-        "transformer_blocks.*.ff.net.2": "rowwise",
-        "transformer_blocks.*.ff_context.net.0.proj": "colwise",
-        "transformer_blocks.*.ff_context.net.2": "rowwise",
+        **_feed_forward("transformer_blocks.*.ff"),
+        **_feed_forward("transformer_blocks.*.ff_context"),
         "single_transformer_blocks.*.attn.to_q": "colwise",
         "single_transformer_blocks.*.attn.to_k": "colwise",
         "single_transformer_blocks.*.attn.to_v": "colwise",
@@ -85,10 +95,8 @@ QWEN_IMAGE = ParallelPlan(
     blocks=("QwenImageTransformerBlock",),
     tensor={
         **_joint_attention(),
-        "transformer_blocks.*.img_mlp.net.0.proj": "colwise",
-        "transformer_blocks.*.img_mlp.net.2": "rowwise",
-        "transformer_blocks.*.txt_mlp.net.0.proj": "colwise",
-        "transformer_blocks.*.txt_mlp.net.2": "rowwise",
+        **_feed_forward("transformer_blocks.*.img_mlp"),
+        **_feed_forward("transformer_blocks.*.txt_mlp"),
     },
     sequence={
         "pos_embed": {0: Split(0, output=True), 1: Split(0, output=True)},
@@ -103,12 +111,7 @@ QWEN_IMAGE = ParallelPlan(
 QWEN_IMAGE21 = ParallelPlan(
     blocks=("QwenImage21TransformerBlock",),
     tensor={
-        "transformer_blocks.*.attn.to_q": "colwise",
-        "transformer_blocks.*.attn.to_k": "colwise",
-        "transformer_blocks.*.attn.to_v": "colwise",
-        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.to_out.0": "rowwise",
+        **_attention("transformer_blocks.*.attn"),
         "transformer_blocks.*.img_mlp.proj": "colwise",
         "transformer_blocks.*.img_mlp.gate_layer": "colwise",
         "transformer_blocks.*.img_mlp.out": "rowwise",
@@ -121,12 +124,7 @@ Z_IMAGE = ParallelPlan(
         f"{stack}.*.{layer}": style
         for stack in ("layers", "noise_refiner", "context_refiner")
         for layer, style in {
-            "attention.to_q": "colwise",
-            "attention.to_k": "colwise",
-            "attention.to_v": "colwise",
-            "attention.norm_q": "replicated_with_grad_allreduce?",
-            "attention.norm_k": "replicated_with_grad_allreduce?",
-            "attention.to_out.0": "rowwise",
+            **_attention("attention", norms="replicated_with_grad_allreduce?"),
             "feed_forward.w1": "colwise",
             "feed_forward.w3": "colwise",
             "feed_forward.w2": "rowwise",
@@ -157,7 +155,7 @@ WAN = ParallelPlan(
             "norm_added_k": "norm_across_heads?",
         }.items()
     }
-    | {"blocks.*.ffn.net.0.proj": "colwise", "blocks.*.ffn.net.2": "rowwise"},
+    | _feed_forward("blocks.*.ffn"),
     sequence={
         "rope": {0: Split(1, output=True), 1: Split(1, output=True)},
         "blocks.0": {"hidden_states": Split(1)},
@@ -220,12 +218,7 @@ LUMINA2 = ParallelPlan(
         f"{stack}.*.{layer}": style
         for stack in ("layers", "noise_refiner", "context_refiner")
         for layer, style in {
-            "attn.to_q": "colwise",
-            "attn.to_k": "colwise",
-            "attn.to_v": "colwise",
-            "attn.norm_q": "replicated_with_grad_allreduce",
-            "attn.norm_k": "replicated_with_grad_allreduce",
-            "attn.to_out.0": "rowwise",
+            **_attention("attn"),
             "feed_forward.linear_1": "colwise",
             "feed_forward.linear_3": "colwise",
             "feed_forward.linear_2": "rowwise",
@@ -242,28 +235,15 @@ LUMINA2 = ParallelPlan(
 SANA = ParallelPlan(
     blocks=("SanaTransformerBlock",),
     tensor={
-        f"transformer_blocks.*.{attention}.{layer}": style
-        for attention in ("attn1", "attn2")
-        for layer, style in {
-            "to_q": "colwise",
-            "to_k": "colwise",
-            "to_v": "colwise",
-            "norm_q": "norm_across_heads?",  # Sana 1.5
-            "norm_k": "norm_across_heads?",
-            "to_out.0": "rowwise",
-        }.items()
+        **_attention("transformer_blocks.*.attn1", norms="norm_across_heads?"),  # norms: Sana 1.5
+        **_attention("transformer_blocks.*.attn2", norms="norm_across_heads?"),
     },
 )
 
 ERNIE_IMAGE = ParallelPlan(
     blocks=("ErnieImageSharedAdaLNBlock",),
     tensor={
-        "layers.*.self_attention.to_q": "colwise",
-        "layers.*.self_attention.to_k": "colwise",
-        "layers.*.self_attention.to_v": "colwise",
-        "layers.*.self_attention.norm_q": "replicated_with_grad_allreduce",
-        "layers.*.self_attention.norm_k": "replicated_with_grad_allreduce",
-        "layers.*.self_attention.to_out.0": "rowwise",
+        **_attention("layers.*.self_attention"),
         "layers.*.mlp.gate_proj": "colwise",
         "layers.*.mlp.up_proj": "colwise",
         "layers.*.mlp.linear_fc2": "rowwise",
@@ -302,12 +282,7 @@ KREA2 = ParallelPlan(
 IDEOGRAM4 = ParallelPlan(
     blocks=("Ideogram4TransformerBlock",),
     tensor={
-        "layers.*.attention.to_q": "colwise",
-        "layers.*.attention.to_k": "colwise",
-        "layers.*.attention.to_v": "colwise",
-        "layers.*.attention.norm_q": "replicated_with_grad_allreduce",
-        "layers.*.attention.norm_k": "replicated_with_grad_allreduce",
-        "layers.*.attention.to_out.0": "rowwise",
+        **_attention("layers.*.attention"),
         "layers.*.feed_forward.w1": "colwise",
         "layers.*.feed_forward.w3": "colwise",
         "layers.*.feed_forward.w2": "rowwise",
@@ -364,14 +339,8 @@ SANA_VIDEO = replace(SANA, blocks=("SanaVideoTransformerBlock",))
 COGVIDEOX = ParallelPlan(
     blocks=("CogVideoXBlock",),
     tensor={
-        "transformer_blocks.*.attn1.to_q": "colwise",
-        "transformer_blocks.*.attn1.to_k": "colwise",
-        "transformer_blocks.*.attn1.to_v": "colwise",
-        "transformer_blocks.*.attn1.norm_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn1.norm_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn1.to_out.0": "rowwise",
-        "transformer_blocks.*.ff.net.0.proj": "colwise",
-        "transformer_blocks.*.ff.net.2": "rowwise",
+        **_attention("transformer_blocks.*.attn1"),
+        **_feed_forward("transformer_blocks.*.ff"),
     },
     sequence={
         "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
@@ -384,10 +353,8 @@ HUNYUAN_VIDEO15 = ParallelPlan(
     blocks=("HunyuanVideo15TransformerBlock",),
     tensor={
         **_joint_attention(),
-        "transformer_blocks.*.ff.net.0.proj": "colwise",
-        "transformer_blocks.*.ff.net.2": "rowwise",
-        "transformer_blocks.*.ff_context.net.0.proj": "colwise",
-        "transformer_blocks.*.ff_context.net.2": "rowwise",
+        **_feed_forward("transformer_blocks.*.ff"),
+        **_feed_forward("transformer_blocks.*.ff_context"),
     },
     sequence={
         "transformer_blocks.0": {"hidden_states": Split(1), "encoder_hidden_states": Split(1)},
@@ -451,11 +418,8 @@ LTX2 = ParallelPlan(
                 "to_out.0": "rowwise",
             }.items()
         },
-        **{
-            f"transformer_blocks.*.{feed_forward}.{layer}": style
-            for feed_forward in ("ff", "audio_ff")
-            for layer, style in {"net.0.proj": "colwise", "net.2": "rowwise"}.items()
-        },
+        **_feed_forward("transformer_blocks.*.ff"),
+        **_feed_forward("transformer_blocks.*.audio_ff"),
     },
     # Video and sound are cut each by itself. Both read the whole text, and the parts of each other from all ranks.
     sequence={

@@ -24,7 +24,6 @@ from sfumato.models.language.hf_config import give_weights
 from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
 from sfumato.models.language.output_layer import OutputLayer
 from sfumato.models.language.packed_model import PackedModel, Tensors
-from sfumato.models.language.packed_model import RowLayout as RowLayout
 from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_router_settings
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.language.source_folder import float32_names
@@ -42,11 +41,6 @@ if TYPE_CHECKING:
 WORTH_PICKING = 0.9
 """Logits are computed for the tokens with a label alone where these are less than this fraction of all; picking them
 costs a copy."""
-
-TokenLoss = Callable[[TokenScores, TokenBatch], Tensor]
-"""Takes the scores of a micro-batch and the micro-batch as ``place_batch`` returns it, and returns the share of the
-loss that this micro-batch has: a scalar already divided by the number of terms over all ranks and micro-batches. Under
-sequence parallelism both arguments hold this rank's tokens only."""
 
 
 class LanguageModel(PackedModel[TokenScores]):
