@@ -12,9 +12,6 @@ if TYPE_CHECKING:
 
 LOSSES = ("sigmoid", "ipo", "hinge", "simpo", "orpo")
 
-WITHOUT_REFERENCE = ("simpo", "orpo")
-"""Losses of the mean log-probabilities of answers, which compare with no reference."""
-
 
 def preference_loss(
     chosen: Float[Tensor, "pairs"],

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from sfumato.config.base import find_variants
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.networks.video_reward import choose_frames, scaled_size
+from sfumato.rewards.networks.qwen2_vl import scaled_size
+from sfumato.rewards.networks.video_reward import LEAST_PIXELS, choose_frames
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.video_reward import VideoReward
 from tests import tiny_reward_models as tiny
@@ -144,7 +145,7 @@ def test_frames_are_chosen_evenly(total, frame_rate, fps, expected):
     [((480, 832), (336, 588)), ((448, 448), (448, 448)), ((240, 416), (252, 420)), ((40, 56), (280, 392))],
 )
 def test_frames_are_scaled_to_the_published_numbers_of_pixels(size, scaled):
-    assert scaled_size(*size, 200704) == scaled
+    assert scaled_size(*size, least_pixels=LEAST_PIXELS, most_pixels=200704) == scaled
 
 
 def test_a_sample_that_says_its_frame_rate_is_looked_at_by_that(folder):

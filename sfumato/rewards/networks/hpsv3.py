@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from sfumato.rewards.networks.qwen2_vl import (
     hidden_states,
     read_instruction,
     rename_weight,
+    scaled_size,
 )
 
 REWARD_TOKEN = "<|Reward|>"
@@ -76,15 +76,8 @@ load_hpsv3 = loader_of(HpsV3Network)
 def resize(image: np.ndarray) -> Image.Image:
     """Scales an image, uint8 [H, W, 3], bicubic, so that it has close to 448 x 448 pixels and sides of 28 times n."""
     height, width = image.shape[:2]
-    # Qwen2-VL's patches of 14 pixels are merged two by two, so sides are multiples of 28
-    sides = [max(28, round(side / 28) * 28) for side in (height, width)]
-    if math.prod(sides) > NUM_PIXELS:
-        shrink = math.sqrt(height * width / NUM_PIXELS)
-        sides = [max(28, math.floor(side / shrink / 28) * 28) for side in (height, width)]
-    elif math.prod(sides) < NUM_PIXELS:
-        grow = math.sqrt(NUM_PIXELS / (height * width))
-        sides = [math.ceil(side * grow / 28) * 28 for side in (height, width)]
-    return Image.fromarray(image).resize((sides[1], sides[0]), Image.Resampling.BICUBIC)
+    height, width = scaled_size(height, width, NUM_PIXELS, NUM_PIXELS)
+    return Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
 
 
 def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: int) -> tuple[Any, nn.Sequential]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,6 +81,19 @@ def build_body(
     return assign_tensors(model, {name: tensor.to(device, dtype) for name, tensor in weights.items()}, folder).to(
         device
     )
+
+
+def scaled_size(height: int, width: int, least_pixels: int, most_pixels: int) -> tuple[int, int]:
+    """Height and width of a scaled picture: multiples of 28 with about ``least_pixels`` to ``most_pixels`` pixels."""
+    # Qwen2-VL's patches of 14 pixels are merged two by two, so sides are multiples of 28
+    sides = [max(28, round(side / 28) * 28) for side in (height, width)]
+    if math.prod(sides) > most_pixels:
+        shrink = math.sqrt(height * width / most_pixels)
+        sides = [max(28, math.floor(side / shrink / 28) * 28) for side in (height, width)]
+    elif math.prod(sides) < least_pixels:
+        grow = math.sqrt(least_pixels / (height * width))
+        sides = [math.ceil(side * grow / 28) * 28 for side in (height, width)]
+    return sides[0], sides[1]
 
 
 def format_chat(vision: str, question: str) -> str:

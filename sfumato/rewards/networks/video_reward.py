@@ -32,6 +32,7 @@ from sfumato.rewards.networks.qwen2_vl import (
     hidden_states,
     read_instruction,
     rename_weight,
+    scaled_size,
 )
 
 DIMENSIONS = ("VQ", "MQ", "TA")
@@ -125,7 +126,7 @@ class VideoRewardNetwork:
     def _prepare(self, video: np.ndarray, frame_rate: float) -> tuple[torch.Tensor, tuple[int, int, int]]:
         """Normalised patches of a video, ``[patches, C * span * P * P]``, and how many there are in each direction."""
         chosen = video[choose_frames(len(video), frame_rate, self.settings.fps)]
-        height, width = scaled_size(chosen.shape[1], chosen.shape[2], self.settings.max_pixels)
+        height, width = scaled_size(chosen.shape[1], chosen.shape[2], LEAST_PIXELS, self.settings.max_pixels)
         frames = [Image.fromarray(frame).resize((width, height), Image.Resampling.BICUBIC) for frame in chosen]
         batch = self.processor(images=frames, do_resize=False, return_tensors="pt")
         span = self.processor.temporal_patch_size
@@ -156,18 +157,6 @@ def choose_frames(total: int, frame_rate: float, fps: float) -> list[int]:
     most = min(MOST_FRAMES, total) // FRAME_MULTIPLE * FRAME_MULTIPLE
     count = round(min(max(total / frame_rate * fps, LEAST_FRAMES), most) / FRAME_MULTIPLE) * FRAME_MULTIPLE
     return torch.linspace(0, total - 1, count).round().long().tolist()
-
-
-def scaled_size(height: int, width: int, max_pixels: int) -> tuple[int, int]:
-    """Height and width of scaled frames: multiples of 28 with 100,352 to about ``max_pixels`` pixels."""
-    sides = [max(28, round(side / 28) * 28) for side in (height, width)]
-    if math.prod(sides) > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
-        sides = [max(28, math.floor(side / shrink / 28) * 28) for side in (height, width)]
-    elif math.prod(sides) < LEAST_PIXELS:
-        grow = math.sqrt(LEAST_PIXELS / (height * width))
-        sides = [math.ceil(side * grow / 28) * 28 for side in (height, width)]
-    return sides[0], sides[1]
 
 
 def read_settings(path: Path) -> VideoRewardSettings:
