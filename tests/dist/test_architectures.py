@@ -133,7 +133,11 @@ class Outcome:
 def build(kind: str, train: TextTrainConfig) -> LanguageModel:
     """A tiny model in which no weight is zero, or like its neighbours."""
     section = LanguageModelConfig(config_path="unused", tokenizer_path="bytes")
-    with mock.patch.object(language_load, "read_model_config", return_value=tiny_config(kind)):
+    with mock.patch.multiple(
+        language_load,
+        read_model_config=lambda *_: tiny_config(kind),
+        describe_other_keys=lambda _: (),
+    ):
         model = language_load.build_language_model(section, train)
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():

@@ -196,7 +196,11 @@ def _configs(mode: Mode) -> tuple[LanguageModelConfig, TextTrainConfig]:
 
 def _build(name: str, mode: Mode, source: nn.Module) -> LanguageModel:
     """As a run builds it, with the weights of ``source``."""
-    with patch.object(language_load, "read_model_config", lambda *_: tiny_config(name)):
+    with patch.multiple(
+        language_load,
+        read_model_config=lambda *_: tiny_config(name),
+        describe_other_keys=lambda _: (),
+    ):
         model = language_load.build_language_model(*_configs(mode))
     model.plain.load_state_dict(source.state_dict())
     return model
