@@ -92,11 +92,11 @@ def _talk(conversation: ChatSession) -> int:
         if not line.strip():
             continue
         try:
-            if line.startswith("/") and not line.startswith("//"):
+            if _is_command(line):
                 if not _obey(line, conversation, images):
                     return 0
                 continue
-            answer = conversation.say(line.removeprefix("/") if line.startswith("//") else line, images, _show)
+            answer = conversation.say(line.removeprefix("/"), images, _show)  # of two slashes one is left
         except UserError as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             continue
@@ -114,16 +114,20 @@ def _answer_lines(conversation: ChatSession) -> int:
         line = line.rstrip("\n")
         if not line.strip():
             continue
-        if line.startswith("/") and not line.startswith("//"):
+        if _is_command(line):
             if not _obey(line, conversation, images):
                 return 0
             continue
-        answer = conversation.say(line.removeprefix("/") if line.startswith("//") else line, images, lambda text: None)
+        answer = conversation.say(line.removeprefix("/"), images, lambda text: None)
         if answer.ending == "interrupted":
             return 130
         images.clear()
         print(printable(answer.text).replace("\n", "\\n"), flush=True)
     return 0
+
+
+def _is_command(line: str) -> bool:
+    return line.startswith("/") and not line.startswith("//")
 
 
 def _obey(line: str, conversation: ChatSession, images: list[Path]) -> bool:

@@ -21,7 +21,7 @@ from sfumato.config.text import LanguageModelConfig, TrainTextConfig, TrainTextD
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError, UserError
-from sfumato.models.diffusion.base import set_output, set_source_images
+from sfumato.models.diffusion.base import DiffusionModel, set_output, set_source_images
 from sfumato.models.diffusion.encoders import check_data_type
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.estimate.memory_plan import Planned, RankMemory, counts_compiled, plan_memory
@@ -194,40 +194,55 @@ def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     model = diffusion_model_on_meta(config.model, train.mixed_precision)
     if isinstance(config, TrainAutoencoderConfig):
         return plan_autoencoder(model, train.micro_batch_size, (config.data.height, config.data.width))
-    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
-    section = config.rollout if isinstance(config, DiffusionRLConfig) else config.data
-    is_rl = isinstance(config, DiffusionRLConfig)
-    size = section.size[:2]
-    sizes = [] if isinstance(config, DiffusionRLConfig) else config.data.sizes
-    set_output(model, section.size, "rollout" if is_rl else "data", sizes)
-    set_source_images(model, config.data.max_source_images)
     if isinstance(config, DiffusionRLConfig):
-        check_rewards(model, config)
+        settings = _describe_rl(model, config)
+        samples = config.rollout.num_prompts * config.rollout.n
     else:
-        check_data_type(model, config.data)
-    is_dpo = isinstance(config, TrainDitDpoConfig)
-    settings: Keywords = {
-        "rows": train.micro_batch_size * (2 if is_dpo else 1),
-        "size": max(sizes or [size], key=math.prod),  # of all buckets the one that takes most memory
-        "keep_encoders": config.model.keep_encoders,
-        "has_reference": is_dpo,
-        "offload_idle": config.model.offload_idle,
-    }
-    if isinstance(config, DiffusionRLConfig):
-        rollout = config.rollout
-        algorithm = config.algorithm
-        others = algorithm.other_policies
-        is_frozen = others.get("reference") == FROZEN
-        per_rank = (train.global_batch_size or rollout.num_prompts * rollout.n) / layout.data
-        settings |= {
-            "rows": train.micro_batch_size * algorithm.rows_per_sample(rollout.num_inference_steps),
-            "guidance_scale": config.trained_guidance_scale,
-            "has_reference": is_frozen,
-            "num_policies": len(others) - is_frozen,
-            "drawn": (rollout.micro_batch_size, max(rollout.guidance_scale, config.eval.guidance_scale or 0.0)),
-        }
+        settings = _describe_training(model, config)
+        samples = train.micro_batch_size * layout.data
+    per_rank = (train.global_batch_size or samples) / layout.data
     passes = math.ceil(per_rank / train.micro_batch_size)  # of a step: gradients are added up where it is above 1
-    return plan_diffusion_model(model, layout, num_micro_batches=passes, on_gpu=on_gpu, **settings)
+    return plan_diffusion_model(
+        model,
+        layout,
+        keep_encoders=config.model.keep_encoders,
+        offload_idle=config.model.offload_idle,
+        num_micro_batches=passes,
+        on_gpu=on_gpu,
+        **settings,
+    )
+
+
+def _describe_training(model: DiffusionModel, config: TrainDitConfig) -> Keywords:
+    """Arguments of ``plan_diffusion_model`` for training on data, which the model is prepared for."""
+    data = config.data
+    set_output(model, data.size, "data", data.sizes)
+    set_source_images(model, data.max_source_images)
+    check_data_type(model, data)
+    is_dpo = isinstance(config, TrainDitDpoConfig)
+    return {
+        "rows": config.train.micro_batch_size * (2 if is_dpo else 1),
+        "size": max(data.sizes or [data.size[:2]], key=math.prod),  # of all buckets the one that takes most memory
+        "has_reference": is_dpo,
+    }
+
+
+def _describe_rl(model: DiffusionModel, config: DiffusionRLConfig) -> Keywords:
+    """Arguments of ``plan_diffusion_model`` for RL, which the model is prepared for."""
+    rollout = config.rollout
+    set_output(model, rollout.size, "rollout", [])
+    set_source_images(model, config.data.max_source_images)
+    check_rewards(model, config)
+    others = config.algorithm.other_policies
+    is_frozen = others.get("reference") == FROZEN
+    return {
+        "rows": config.train.micro_batch_size * config.algorithm.rows_per_sample(rollout.num_inference_steps),
+        "size": rollout.size[:2],
+        "guidance_scale": config.trained_guidance_scale,
+        "has_reference": is_frozen,
+        "num_policies": len(others) - is_frozen,
+        "drawn": (rollout.micro_batch_size, max(rollout.guidance_scale, config.eval.guidance_scale or 0.0)),
+    }
 
 
 def made_model(model: LanguageModelConfig) -> LanguageModelConfig:

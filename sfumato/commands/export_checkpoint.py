@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 
@@ -13,6 +13,8 @@ from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.load import load_config, read_yaml
+from sfumato.config.paths import EXPORTED
+from sfumato.config.tasks import schema_of
 from sfumato.config.writing import make_new_folder
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.evaluation.model_files import check_model_files, check_model_is_here
@@ -24,15 +26,20 @@ from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, newest_i
 from sfumato.tracking.progress import quiet_libraries
 
 if TYPE_CHECKING:
+    from sfumato.config.diffusion_rl import DiffusionRLConfig
+    from sfumato.config.dit import TrainDitConfig
+    from sfumato.config.omni import TrainOmniConfig
+    from sfumato.config.text import TrainTextConfig
     from sfumato.config.text_data import TextDataConfig
+    from sfumato.config.text_reward import TrainTextRewardConfig
+    from sfumato.config.text_rl import TextRLConfig
     from sfumato.models.language.model import LanguageModel
     from sfumato.models.language.scalar_head import ScalarModel
 
     ModelT = TypeVar("ModelT", LanguageModel, ScalarModel)
 
-
-EXPORTED = (*DIFFUSION_TASKS, "train_text_reward", "train_text", "train_text_dpo", "train_text_kto", "train_omni")
-"""Tasks whose models are built again without their data."""
+LANGUAGE_TASKS = ("train_text", "train_text_dpo", "train_text_kto", "train_text_reward", "rl_text", "train_omni")
+"""Tasks of language models whose checkpoints can be exported without their data."""
 
 
 def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
@@ -66,9 +73,8 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
 
 def is_export(folder: Path) -> bool:
     """Whether a folder holds exported weights, and is neither a run nor a checkpoint."""
-    names = ("model_index.json", "adapter_config.json", "config.json", "pytorch_lora_weights.safetensors")
     is_run = (folder / "checkpoints").is_dir() or (folder / MANIFEST).exists()
-    return not is_run and any((folder / name).is_file() for name in names)
+    return not is_run and any((folder / name).is_file() for name in EXPORTED)
 
 
 def copy_export(folder: Path, out: Path) -> str:
@@ -132,52 +138,42 @@ def _build(run: Path) -> Exportable:
         task = read_json_object(run / "environment.json")["task"]
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
-    if task not in EXPORTED:
+    if task not in (*LANGUAGE_TASKS, *DIFFUSION_TASKS):
         raise ConfigError(
             f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path "
             "auto, which finishes it and writes hf_ckpt"
         )
     check_model_is_here(SourceRun(run))
-    plain: dict[str, object] = {"train": {"init_device": "cpu"}}
+    overrides: dict[str, object] = {"train": {"init_device": "cpu"}}
+    overrides |= {"model": {"attention": "sdpa"}} if task in LANGUAGE_TASKS else {}
+    config = load_config(schema_of(task), run / "config.yaml", overrides)
     if task == "train_text_reward":
-        from sfumato.config.text_reward import TrainTextRewardConfig
         from sfumato.models.language.scalar_head import build_scalar_model
 
-        config = load_config(TrainTextRewardConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        config = cast("TrainTextRewardConfig", config)
         return _with_template(build_scalar_model(config.model, config.train, config.model.head), config.data)
-    if task in ("train_text", "train_text_dpo", "train_text_kto"):
-        from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig, TrainTextKtoConfig
-        from sfumato.models.language.load import build_language_model
+    if task == "train_omni":
+        from sfumato.models.omni.load import build_omni_model
 
-        schema = {"train_text_dpo": TrainTextDpoConfig, "train_text_kto": TrainTextKtoConfig}.get(task, TrainTextConfig)
-        config = load_config(schema, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
-        return _with_template(model, config.data)
+        return build_omni_model(cast("TrainOmniConfig", config))
     if task == "rl_text":
-        from sfumato.config.text_rl import TextRLConfig
         from sfumato.models.language.load import build_language_model
         from sfumato.rollout.text.policy import adopt_template, build_text_template
 
-        config = load_config(TextRLConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
+        config = cast("TextRLConfig", config)
         model = build_language_model(config.model, config.train, data_type=config.data.data_type)
         reader = None if model.vision is None else model.vision.reader
         adopt_template(build_text_template(config, model.tokenizer, reader))
         return model
-    if task == "train_omni":
-        from sfumato.config.omni import TrainOmniConfig
-        from sfumato.models.omni.load import build_omni_model
+    if task in LANGUAGE_TASKS:
+        from sfumato.models.language.load import build_language_model
 
-        config = load_config(TrainOmniConfig, run / "config.yaml", plain | {"model": {"attention": "sdpa"}})
-        return build_omni_model(config)
-    from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
-    from sfumato.config.direct_rl import DirectRLConfig
-    from sfumato.config.dit import TrainDitConfig, TrainDitDpoConfig
+        config = cast("TrainTextConfig", config)
+        model = build_language_model(config.model, config.train, False, config.data.data_type, with_router_loss=True)
+        return _with_template(model, config.data)
     from sfumato.models.diffusion.load import build_diffusion_model
 
-    schemas = {"train_dit": TrainDitConfig, "train_dit_dpo": TrainDitDpoConfig}
-    schemas |= {"rl_diffusion": TrajectoryRLConfig, "rl_diffusion_forward": ForwardRLConfig}
-    schemas |= {"rl_diffusion_direct": DirectRLConfig}
-    config = load_config(schemas[task], run / "config.yaml", plain)
+    config = cast("TrainDitConfig | DiffusionRLConfig", config)
     return build_diffusion_model(config.model, seed=config.train.seed)
 
 

@@ -13,6 +13,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from sfumato.config.file_checks import read_json_object
+from sfumato.config.open_mappings import JsonObject
+from sfumato.config.paths import ADAPTER_FILES
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion.kohya import KOHYA_FILE, from_kohya, to_kohya
 from sfumato.models.diffusion.single_file import NAMES, SUPPORTED, to_single_file
@@ -26,7 +28,6 @@ INSTALL_LLAMA_CPP = (
     "git clone https://github.com/ggml-org/llama.cpp && pip install gguf sentencepiece protobuf, then set LLAMA_CPP to "
     "the folder"
 )
-ADAPTER_FILES = ("adapter_config.json", LORA_FILE)
 
 
 def change_dtype(folder: Path, name: str) -> int:
@@ -74,12 +75,17 @@ def change_dtype(folder: Path, name: str) -> int:
 
 def read_kohya_class(source: Path) -> str:
     """The pipeline's class in a model's folder. Raises ConfigError when its adapters have no names of kohya's."""
-    index = source / "model_index.json"
-    if not index.is_file():
-        raise ConfigError(f"--lora kohya: {source} has no model_index.json, so that it is no picture or video model")
-    pipeline_class = str(read_json_object(index).get("_class_name"))
+    pipeline_class = str(_read_index(source, "--lora kohya").get("_class_name"))
     to_kohya({}, pipeline_class)
     return pipeline_class
+
+
+def _read_index(source: Path, option: str) -> JsonObject:
+    """The parts of a pipeline's folder. Raises ConfigError, which names the option, where there is no pipeline."""
+    index = source / "model_index.json"
+    if not index.is_file():
+        raise ConfigError(f"{option}: {source} has no model_index.json, so that it is no picture or video model")
+    return read_json_object(index)
 
 
 def write_kohya(folder: Path, pipeline_class: str) -> list[Path]:
@@ -117,10 +123,7 @@ def read_transformer_classes(source: Path) -> dict[str, str]:
     Raises:
         ConfigError: there is none, or one of a class that is not written as one file.
     """
-    index = source / "model_index.json"
-    if not index.is_file():
-        raise ConfigError(f"--comfyui: {source} has no model_index.json, so that it is no picture or video model")
-    parts = read_json_object(index)
+    parts = _read_index(source, "--comfyui")
     classes = {name: str(parts[name][1]) for name in ("transformer", "transformer_2") if parts.get(name, [None])[0]}
     if not classes:
         raise ConfigError(f"--comfyui: {parts.get('_class_name')} has no transformer: one file holds {SUPPORTED}")

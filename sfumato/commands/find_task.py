@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
+from sfumato.config.environment import environment_with
 from sfumato.config.load import load_config, read_yaml, suggest
 from sfumato.config.tasks import TASKS, schema_of
 from sfumato.errors import ConfigError
@@ -37,7 +35,7 @@ def load_for_task(
         raise ConfigError(f"--task {task}: there is no such task{suggest(task, list(TASKS))}")
     read_yaml(path)  # what is wrong with the file itself is wrong for every task
     mistakes: dict[str, ConfigError] = {}
-    with _world_size(num_ranks):
+    with environment_with({} if num_ranks is None else {"WORLD_SIZE": str(num_ranks)}):
         for name in TASKS if task is None else [task]:
             try:
                 return name, cast("TaskConfig", load_config(schema_of(name), path, overrides))
@@ -47,18 +45,3 @@ def load_for_task(
     # a file that names another task as its own ("run tasks/...") is not for this one, however few its mistakes
     best = min(texts, key=lambda name: (": run tasks/" in texts[name], len(texts[name].splitlines())))
     raise ConfigError(f"as a configuration of tasks/{best}.py:\n{mistakes[best]}") from mistakes[best]
-
-
-@contextmanager
-def _world_size(num_ranks: int | None) -> Iterator[None]:
-    """Sets WORLD_SIZE within the block, by which configurations are checked; None leaves it."""
-    before = os.environ.get("WORLD_SIZE")
-    if num_ranks is not None:
-        os.environ["WORLD_SIZE"] = str(num_ranks)
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop("WORLD_SIZE", None)
-        else:
-            os.environ["WORLD_SIZE"] = before

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sfumato.config.environment import environment_with
 from sfumato.config.shipped import find_shipped, shipped_folder
 from sfumato.errors import ConfigError
 
@@ -237,19 +238,13 @@ def _read_configuration(script: Path, arguments: list[str], ranks: int) -> int:
     from sfumato.config import __main__ as reading
 
     reading.defer("torch")
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(ranks)
     mistakes = io.StringIO()
-    try:
+    with environment_with({"WORLD_SIZE": str(ranks)}):
         with contextlib.redirect_stderr(mistakes):
             code = reading.main([str(script), *arguments])
         if code != 0 and (other := _other_task(script, arguments)):
             raise ConfigError(f"{arguments[0]} is a configuration of another task: {other}")
-        print(mistakes.getvalue(), end="", file=sys.stderr)
-    finally:
-        del os.environ["WORLD_SIZE"]
-        if before is not None:
-            os.environ["WORLD_SIZE"] = before
+    print(mistakes.getvalue(), end="", file=sys.stderr)
     return code
 
 

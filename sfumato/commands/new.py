@@ -108,19 +108,18 @@ def choose(task: str | None, config: str | None) -> tuple[str, Path]:
         ConfigError: when there is none of that name, they do not fit each other, or both are left out.
     """
     tasks = task_files()
-    if task is not None and task.removeprefix("tasks/").removesuffix(".py") not in tasks:
+    name = None if task is None else task.removeprefix("tasks/").removesuffix(".py")
+    if task is not None and name not in tasks:
         from sfumato.config.load import suggest
 
         raise ConfigError(f"--task {task}: there is no such task{suggest(task, [*tasks])}")
-    if task is None and config is None:
-        raise ConfigError("name --task, --config or both; sfumato recipes lists them")
     if config is None:
-        assert task is not None
-        task = task.removeprefix("tasks/").removesuffix(".py")
-        return task, config_files()[f"tiny/{task}"]
+        if name is None:
+            raise ConfigError("name --task, --config or both; sfumato recipes lists them")
+        return name, config_files()[f"tiny/{name}"]
     path = find_config(config)
     fitting = task_of_config(path)
-    if task is not None and task.removeprefix("tasks/").removesuffix(".py") != fitting:
+    if name not in (None, fitting):
         raise ConfigError(f"--task {task}: {config} is a configuration of {fitting}: --task {fitting}")
     return fitting, path
 

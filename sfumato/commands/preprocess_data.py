@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from sfumato.commands.check_model import made_model
 from sfumato.commands.find_task import load_for_task
@@ -16,21 +16,18 @@ from sfumato.data.files.sources import open_sources
 from sfumato.data.media.cache import build_media_cache
 from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.format import build_transform, has_media
-from sfumato.data.text.token_store import Watch, build_token_store
+from sfumato.data.text.token_store import build_token_store
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_reader
 from sfumato.tracking.folder import run_date
-from sfumato.tracking.progress import Progress
+from sfumato.tracking.progress import show_progress
 from sfumato.tracking.run import quiet_libraries
-
-ItemT = TypeVar("ItemT")
 
 
 def preprocess(
     path: str | Path,
     overrides: Mapping[str, object] | None = None,
     task: str | None = None,
-    say: Callable[[str], None] = lambda text: print(printable(text)),
 ) -> Path:
     """Tokenises the data of a configuration and, with ``data.cache_media``, opens its media; a run finds both.
 
@@ -38,7 +35,6 @@ def preprocess(
         path: the YAML file.
         overrides: laid over it.
         task: which task it is for; None finds out.
-        say: takes messages.
 
     Returns:
         The folder of what was made.
@@ -66,21 +62,15 @@ def preprocess(
     sources = open_sources(data)
     folder = Path(data.cache_dir or Path(train.output_dir) / "tokens")
     limit = bad_row_limit(data.max_bad_rows, sum(map(len, sources.rows)))
-    store = build_token_store(sources, transform, folder, data.num_workers, limit, say, _watch("tokenise"))
-    say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")
+    tokenise = partial(show_progress, label="tokenise")
+    store = build_token_store(sources, transform, folder, data.num_workers, limit, _say, tokenise)
+    _say(f"{len(store):,} samples of {int(store.lengths.sum()):,} tokens in {folder}")
     if data.cache_media:
         assert has_media(transform)  # the configuration refuses other formats
-        build_media_cache(store, sources.rows, transform, folder, data.num_workers, say, _watch("open media"))
+        open_media = partial(show_progress, label="open media")
+        build_media_cache(store, sources.rows, transform, folder, data.num_workers, _say, open_media)
     return folder
 
 
-def _watch(label: str) -> Watch:
-    """Shows progress over a loop, given the items and their number."""
-
-    def watched(items: Iterable[ItemT], count: int) -> Iterator[ItemT]:
-        with Progress(count, 0, label) as progress:
-            for number, item in enumerate(items, start=1):
-                yield item
-                progress.update(number)
-
-    return watched
+def _say(text: str) -> None:
+    print(printable(text))

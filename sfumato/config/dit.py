@@ -99,6 +99,20 @@ class TrainDitConfig(Section):
         return self
 
 
+def check_trained_whole(data: ImageTextDataConfig, train: DitTrainConfig, what: str, why: str) -> None:
+    """Raises ValueError for sections that do not fit a model which is trained on images, whole and in float32 in each
+    process: ``what`` it is, and ``why`` settings of other models have no effect."""
+    if train.ranks_per_sample > 1 or train.expert_parallel_size > 1:
+        raise ValueError(f"train: {what} is trained with data parallelism only; set the other sizes to 1")
+    data.refuse_sound(what)
+    if data.num_frames > 1:
+        raise ValueError(f"data.num_frames: {what} is trained on images; set it to 1")
+    names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
+    names += ["compile"] if train.compile else []  # false is what happens
+    names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]
+    refuse_needless(train, "train", names, why)
+
+
 class TrainAutoencoderConfig(Section):
     """Training of the image autoencoder of a pipeline made from scratch."""
 
@@ -115,18 +129,10 @@ class TrainAutoencoderConfig(Section):
     def _suits_autoencoders(self) -> TrainAutoencoderConfig:
         if self.model.offload_idle:
             raise ValueError("model.offload_idle would put the autoencoder aside, which is trained here: leave it out")
-        if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
-            raise ValueError("train: an autoencoder is trained with data parallelism only; set the other sizes to 1")
-        self.data.refuse_sound("this autoencoder")
-        if self.data.num_frames > 1:
-            raise ValueError("data.num_frames: an autoencoder is trained on images; set it to 1")
         why = "here, where the autoencoder alone is trained on images, whole and in float32 in each process: remove it"
         refuse_needless(self.model, "model", ("lora", "keep_encoders"), why)
         refuse_needless(self.data, "data", ("text_key", *SOURCES, "cache_dir", "buckets", *MASK), why)
-        names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
-        names += ["compile"] if self.train.compile else []  # false is what happens
-        names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]
-        refuse_needless(self.train, "train", names, why)
+        check_trained_whole(self.data, self.train, "an autoencoder", why)
         return self
 
 

@@ -209,10 +209,8 @@ class ImageTextDataConfig(ImageDataConfig):
 
     def refuse_sound(self, what: str) -> None:
         """Raises ValueError where images are needed."""
-        if self.data_type == "video_sound_text":
-            raise ValueError(f"data.data_type video_sound_text: {what} is trained on images: take image_text")
-        if self.seconds is not None:
-            raise ValueError(f"data.data_type sound_text: {what} is trained on images: take image_text")
+        if self.data_type in ("sound_text", "video_sound_text"):
+            raise ValueError(f"data.data_type {self.data_type}: {what} is trained on images: take image_text")
 
 
 class PairDataConfig(ImageDataConfig):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, Variant, refuse_needless
-from sfumato.config.dit import DitTrainConfig
+from sfumato.config.dit import DitTrainConfig, check_trained_whole
 from sfumato.config.image_data import SOURCES, ImageTextDataConfig
 from sfumato.config.paths import FilePath, ModelPath
 from sfumato.config.sections import Expression
@@ -44,19 +44,9 @@ class TrainImageTokenizerConfig(Section):
 
     @model_validator(mode="after")
     def _suits_image_tokenizers(self) -> TrainImageTokenizerConfig:
-        if self.train.ranks_per_sample > 1 or self.train.expert_parallel_size > 1:
-            raise ValueError(
-                "train: an image tokenizer is trained with data parallelism only; set the other sizes to 1"
-            )
-        self.data.refuse_sound("an image tokenizer")
-        if self.data.num_frames > 1:
-            raise ValueError("data.num_frames: an image tokenizer is trained on images; set it to 1")
         why = "here, where a VQ model alone is trained on images, whole and in float32 in each process: remove it"
         refuse_needless(self.data, "data", ("text_key", *SOURCES, "cache_dir", "buckets"), why)
-        names = ["ema_decay", "mixed_precision", "init_device", "sequence_parallel", "expert_bias_rate"]
-        names += ["compile"] if self.train.compile else []  # false is what happens
-        names += ["activation_checkpointing", *(name for name in DitTrainConfig.model_fields if "enable_" in name)]
-        refuse_needless(self.train, "train", names, why)
+        check_trained_whole(self.data, self.train, "an image tokenizer", why)
         return self
 
 

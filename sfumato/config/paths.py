@@ -103,7 +103,9 @@ ModelPath = Annotated[str, AfterValidator(find_model_folder)]
 
 
 CHECKPOINT_NAME = re.compile(r"global_step_(\d+)")
-EXPORTED = ("model_index.json", "adapter_config.json", "config.json", "pytorch_lora_weights.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "pytorch_lora_weights.safetensors")
+"""Files of which a folder of exported adapters has one: that of peft, or of diffusers."""
+EXPORTED = ("model_index.json", "config.json", *ADAPTER_FILES)
 """Files of which a folder of exported weights has one."""
 
 

@@ -149,12 +149,6 @@ class TrainTextDpoConfig(TrainTextConfig):
                 "data.data_type must be preference, image_preference, media_preference, or another format of two "
                 "documents a sample"
             )
-        if self.train.ema_decay:
-            raise ValueError("train.ema_decay: preference training keeps no moving average; leave it at 0")
-        if self.model.made_by is not None:
-            raise ValueError(
-                "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
-            )
         if self.data.data_type.numbers:
             raise ValueError(
                 f"data.data_type {self.data.data_type.type} is for tasks/train_text_reward.py: take preference"
@@ -162,9 +156,7 @@ class TrainTextDpoConfig(TrainTextConfig):
         if not self.dpo.has_reference and self.model.lora is None:
             why = "without a reference and adapters, since nothing is frozen: remove it"
             refuse_needless(self.model, "model", ("dtype",), why)
-        why = "here: preference training scores the answers of the data and writes none: remove it"
-        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
-        check_text(self.data, self.train, self.eval)
+        check_scored_answers(self, "preference training")
         return self
 
 
@@ -189,16 +181,28 @@ class TrainTextKtoConfig(TrainTextConfig):
     def _fits(self) -> TrainTextKtoConfig:
         if self.data.data_type.numbers != "labels":
             raise ValueError("data.data_type must be unpaired, or another format with labels of answers")
-        if self.train.ema_decay:
-            raise ValueError("train.ema_decay: preference training keeps no moving average; leave it at 0")
-        if self.model.made_by is not None:
-            raise ValueError(
-                "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
-            )
-        why = "here: preference training scores the answers of the data and writes none: remove it"
-        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
-        check_text(self.data, self.train, self.eval)
+        check_scored_answers(self, "preference training")
         return self
+
+
+def check_scored_answers(config: TrainTextConfig, training: str, scorer: str = "") -> None:
+    """Checks the sections of a task that learns from the answers of its data, and writes none.
+
+    Args:
+        config: of the task.
+        training: what it does, for messages.
+        scorer: what scores the answers; empty is the training itself.
+
+    Raises:
+        ValueError: when a setting has no effect, or sections do not fit together.
+    """
+    if config.train.ema_decay:
+        raise ValueError(f"train.ema_decay: {training} keeps no moving average; leave it at 0")
+    if config.model.made_by is not None:
+        raise ValueError("model.made_by is for tasks/train_text.py: run the configuration that makes the model first")
+    why = f"here: {scorer or training} scores the answers of the data and writes none: remove it"
+    refuse_needless(config.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
+    check_text(config.data, config.train, config.eval)
 
 
 def check_text(data: TextDataConfig, train: TextTrainConfig, evaluation: TextEvalConfig) -> None:

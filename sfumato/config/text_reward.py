@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from sfumato.config.base import Section, refuse_needless
-from sfumato.config.text import LanguageModelConfig, TrainTextConfig, check_text
+from sfumato.config.text import LanguageModelConfig, TrainTextConfig, check_scored_answers
 
 
 class ScalarModelConfig(LanguageModelConfig):
@@ -51,13 +51,5 @@ class TrainTextRewardConfig(TrainTextConfig):
             raise ValueError("a model with a scalar head is not cut into stages: set train.pipeline_parallel_size to 1")
         if self.train.chunked_loss:
             raise ValueError("train.chunked_loss is for logits, and a scalar head makes none: set it to false")
-        if self.train.ema_decay:
-            raise ValueError("train.ema_decay: training of reward models keeps no moving average; leave it at 0")
-        if self.model.made_by is not None:
-            raise ValueError(
-                "model.made_by is for tasks/train_text.py: run the configuration that makes the model first"
-            )
-        why = "here: a reward model scores the answers of the data and writes none: remove it"
-        refuse_needless(self.eval, "eval", ("num_samples", "max_new_tokens", "stop"), why)
-        check_text(self.data, self.train, self.eval)
+        check_scored_answers(self, "training of reward models", "a reward model")
         return self

@@ -242,9 +242,14 @@ class LocalRole:
 
     def close(self) -> None:
         """Closes the state's engine, if it has one."""
-        engine = getattr(self.state, "engine", None)
-        if engine is not None:
-            engine.close()
+        close_engine(self.state)
+
+
+def close_engine(state: object) -> None:
+    """Closes the engine of a role's state, if it has one."""
+    close = getattr(getattr(state, "engine", None), "close", None)
+    if close is not None:
+        close()
 
 
 def _done(value: object) -> Future:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 STATIC = Path(__file__).parent / "static"
 MOST_COLUMNS = 64
 """Steps of the gallery that are sent at once."""
-MOST_NAMES = 64
 RUNS_AT_ONCE = 30
 LIST_S = 0.7
 """How long the list of runs waits for runs to be read; the rest is read when the page asks again."""

@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from sfumato.config.characters import printable
 from sfumato.errors import UserError
-from sfumato.studio.gallery import JSON, number_of, summarise_sample
+from sfumato.studio.gallery import JSON, summarise_sample
 from sfumato.studio.runs import RunReader
 from sfumato.studio.secrets import hide_secrets
 from sfumato.studio.tail import Record
@@ -20,6 +20,8 @@ from sfumato.tracking.compare import (
     pair_samples,
     paired_rewards,
     read_run,
+    reward_of,
+    rewards_of,
 )
 from sfumato.tracking.reward_hacking import OPTIMISED, evaluation_only, signs_of_hacking
 
@@ -43,7 +45,7 @@ def explain_change(reader: RunReader, first: int, last: int) -> JSON:
     changes = [
         (new - old, row, other)
         for row, other in pairs
-        if (old := number_of(row, "total")) is not None and (new := number_of(other, "total")) is not None
+        if (old := reward_of(row, "total")) is not None and (new := reward_of(other, "total")) is not None
     ]
     changes.sort(key=lambda change: -change[0])
     risen = [change for change in changes[:MOVERS] if change[0] > 0]
@@ -87,16 +89,15 @@ def _changes_of_prompts(pairs: Sequence[tuple[Mapping[str, object], Mapping[str,
         by_prompt.setdefault(str(row.get("prompt", "")), []).append((row, other))
     lines = []
     for prompt, members in by_prompt.items():
-        names = ["total", *dict.fromkeys(name for row, _ in members for name in _rewards(row))]
+        names = ["total", *dict.fromkeys(name for row, _ in members for name in rewards_of(row))]
         parts = {}
         for name in names:
-            before = [_value(row, name) for row, _ in members]
-            after = [_value(other, name) for _, other in members]
-            scored = [(a, b) for a, b in zip(before, after, strict=True) if a is not None and b is not None]
+            values = [(reward_of(row, name), reward_of(other, name)) for row, other in members]
+            scored = [(before, after) for before, after in values if before is not None and after is not None]
             if scored:
                 parts[printable(name)] = [
-                    sum(a for a, _ in scored) / len(scored),
-                    sum(b for _, b in scored) / len(scored),
+                    sum(before for before, _ in scored) / len(scored),
+                    sum(after for _, after in scored) / len(scored),
                 ]
         lines.append({"prompt": printable(prompt[:400]), "num_samples": len(members), "parts": parts})
 
@@ -106,15 +107,6 @@ def _changes_of_prompts(pairs: Sequence[tuple[Mapping[str, object], Mapping[str,
         return abs(total[1] - total[0]) if total else 0.0
 
     return sorted(lines, key=total_change, reverse=True)[:200]
-
-
-def _rewards(row: Mapping[str, object]) -> Mapping[str, object]:
-    rewards = row.get("rewards")
-    return rewards if isinstance(rewards, Mapping) else {}
-
-
-def _value(row: Mapping[str, object], name: str) -> float | None:
-    return number_of(row, "total") if name == "total" else number_of(_rewards(row), name)
 
 
 def _describe_mover(change: float, row: Mapping[str, object], other: Mapping[str, object]) -> JSON:

@@ -33,9 +33,9 @@ from sfumato.studio.requests import find_run, find_sample, json_response, parse_
 from sfumato.studio.runs import RunReader, RunsFolder, read_text
 from sfumato.studio.secrets import hide_in_text
 from sfumato.studio.tail import LineTail, Record
-from sfumato.tracking.control_files import ANSWERS, FOLDER, MOST_CHARACTERS, MOST_PROMPTS, WATCHED
+from sfumato.tracking.control_files import ANSWERS, COMMANDS, FOLDER, MOST_CHARACTERS, MOST_PROMPTS, WATCHED
+from sfumato.tracking.json_lines import is_step
 
-COMMANDS = ("save", "sample", "evaluate", "stop", "pause", "resume")
 MOST_BODY_BYTES = 2**16 + 2**10
 NEWEST_ANSWERS = 50
 """Answers of the run that a page shows, the newest."""
@@ -133,9 +133,8 @@ class Control:
         step = value.get("step")
         sample_id = value.get("id")
         kind = value.get("kind")
-        if not _is_whole(step) or not _is_whole(sample_id) or kind not in KINDS:
+        if not is_step(step) or not is_step(sample_id) or not isinstance(kind, str) or kind not in KINDS:
             raise RefusedRequestError(400, "step and id must be whole numbers, and kind one of " + ", ".join(KINDS))
-        assert isinstance(step, int) and isinstance(sample_id, int) and isinstance(kind, str)
         find_sample(reader, step, kind, sample_id)
         sample = ("--step", str(step), "--sample", str(sample_id), "--kind", kind)
         async with self._alone():
@@ -300,7 +299,3 @@ def _cleaned(value: object) -> object:
 def _last_words(messages: bytes) -> str:
     lines = [line for line in messages.decode("utf-8", errors="replace").splitlines() if line.strip()]
     return printable(hide_in_text(lines[-1][:400])) if lines else "its process said nothing"
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**53

@@ -28,6 +28,8 @@ INSIDE = frozenset({"samples", "checkpoints", "hf_ckpt", "tensorboard", "rollout
 MOST_RUNS, MOST_FOLDERS, DEEPEST = 2000, 20_000, 6
 SHARED_S = 2.0
 """How long an answer is shared while nothing new is to be seen; some of it, such as how long a run is silent, ages."""
+READ_AGAIN_S = 0.5
+"""Seconds after which the files of a run are looked at again."""
 FOUND_AGAIN_S = 3.0
 """How long a list of runs counts as new."""
 MOST_TEXT_BYTES = 2**24
@@ -79,19 +81,18 @@ class RunReader:
         self._shared: dict[str, tuple[tuple[Cursor, str], float, dict[str, object]]] = {}
         self._sharing = threading.Lock()
 
-    def refresh(self, at_most_every_s: float = 0.5, with_samples: bool = True) -> None:
-        """Reads what the run has written since the last call.
+    def refresh(self, with_samples: bool = True) -> None:
+        """Reads what the run has written since the last call, unless that was less than ``READ_AGAIN_S`` ago.
 
         Args:
-            at_most_every_s: less time after the last call nothing is read.
             with_samples: whether new steps are looked for, too, which takes longest on a file system that is far away.
         """
         with self._lock:
-            if time.monotonic() - self._read_at >= at_most_every_s:
+            if time.monotonic() - self._read_at >= READ_AGAIN_S:
                 for tail, table in self._tails:
                     tail.read_new(table.clear, table.add)
                 self._read_at = time.monotonic()
-            if with_samples and time.monotonic() - self._listed_at >= at_most_every_s:
+            if with_samples and time.monotonic() - self._listed_at >= READ_AGAIN_S:
                 self.samples.refresh()
                 self._listed_at = time.monotonic()
 

@@ -10,9 +10,9 @@ from PIL import Image
 
 from sfumato.config.file_checks import file_problem
 from sfumato.studio.thumbnails import BrokenPictureError
+from sfumato.tracking.samples import MOST_BYTES
 from sfumato.tracking.waveforms import FULL_SCALE, Waveform, spectrum_picture
 
-MOST_BYTES = 2**28
 MOST_SAMPLES = 2**26
 """Of all channels: 12 minutes of stereo at 44.1 kHz; of a longer sound the beginning is shown."""
 

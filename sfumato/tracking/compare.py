@@ -377,10 +377,10 @@ def paired_rewards(
     """
     partners = pair_samples(before, after)
     num_unpaired = len(before) + len(after) - 2 * len(partners)
-    names = ["total", *dict.fromkeys(name for row, _ in partners for name in _rewards(row))]
+    names = ["total", *dict.fromkeys(name for row, _ in partners for name in rewards_of(row))]
     differences = []
     for name in names:
-        pairs = [(row, _value(row, name), _value(other, name)) for row, other in partners]
+        pairs = [(row, reward_of(row, name), reward_of(other, name)) for row, other in partners]
         scored = [
             (_cluster(row), value, other_value)
             for row, value, other_value in pairs
@@ -401,7 +401,7 @@ def paired_rewards(
                 high=interval.high,
                 num_prompts=len(set(clusters)),
                 num_pairs=len(scored),
-                num_failed=sum(name in _rewards(row) or name == "total" for row, _, _ in pairs) - len(scored),
+                num_failed=sum(name in rewards_of(row) or name == "total" for row, _, _ in pairs) - len(scored),
             )
         )
     return tuple(differences), num_unpaired
@@ -422,13 +422,15 @@ def _cluster(row: SampleRow) -> tuple[object, ...]:
     return row.get("prompt"), row.get("source")
 
 
-def _rewards(row: SampleRow) -> Mapping[str, object]:
+def rewards_of(row: Mapping[str, object]) -> Mapping[str, object]:
+    """The rewards of a sample by name; empty where it has none."""
     rewards = row.get("rewards")
     return rewards if isinstance(rewards, Mapping) else {}
 
 
-def _value(row: SampleRow, name: str) -> float | None:
-    value = row.get("total") if name == "total" else _rewards(row).get(name)
+def reward_of(row: Mapping[str, object], name: str) -> float | None:
+    """A reward of a sample, or its ``total``; None where it is missing or not finite."""
+    value = row.get("total") if name == "total" else rewards_of(row).get(name)
     return float(value) if is_number(value) and math.isfinite(value) else None
 
 

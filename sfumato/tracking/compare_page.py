@@ -15,7 +15,7 @@ from sfumato.tracking.page import render_page
 from sfumato.tracking.report_answers import in_html
 from sfumato.tracking.report_curves import SEARCH, overlaid_sections
 from sfumato.tracking.report_samples import RewardChips, sample_cell, sample_source
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.report_tables import numbers_table, section
 
 MAX_PROMPTS = 12
 """Prompts whose samples are shown beside each other: those whose reward changed most."""
@@ -81,9 +81,7 @@ def _results(comparison: Comparison) -> str:
             rows.append(f"<tr>{label}<td>{_name(number, run.name)}</td>{cells}</tr>")
     if not rows:
         return ""
-    head = "".join(f"<th>{column}</th>" for column in ("metric", "run", "first", "last", "best"))
-    table = f'<table class="numbers"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
-    return section("Results", "", f'<div class="scroll">{table}</div>')
+    return section("Results", "", numbers_table(("metric", "run", "first", "last", "best"), "".join(rows)))
 
 
 def _paired(comparison: Comparison) -> str:
@@ -101,25 +99,22 @@ def _paired(comparison: Comparison) -> str:
                 f"<tr><td>{_name(number, paired.name)}</td><td>{escape(difference.reward)}</td><td>{values}</td>"
                 f"<td{kind}>{escape(format_change(difference))}</td><td>{difference.num_prompts}</td></tr>"
             )
-    head = "".join(f"<th>{column}</th>" for column in ("run", "reward", "means", "difference [95 %]", "prompts"))
-    table = f'<table class="numbers"><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table>'
+    table = numbers_table(("run", "reward", "means", "difference [95 %]", "prompts"), "".join(rows)) if rows else ""
     lines = "".join(f"<li>{escape(note)}</li>" for note in notes)
     note = f"Against {escape(first)}, over evaluation samples of the same prompts and seeds; paired bootstrap."
-    body = (f'<div class="scroll">{table}</div>' if rows else "") + (f'<ul class="note">{lines}</ul>' if lines else "")
-    return section("Differences on the same prompts", note, body)
+    return section("Differences on the same prompts", note, table + (f'<ul class="note">{lines}</ul>' if lines else ""))
 
 
 def _differences(title: str, comparison: Comparison, differences: Sequence[Difference]) -> str:
     if not differences:
         return section(title, "", "<p>None.</p>")
-    head = "".join(f"<th>{_name(number, run.name)}</th>" for number, run in enumerate(comparison.runs))
-    body = "".join(
+    names = [_name(number, run.name) for number, run in enumerate(comparison.runs)]
+    rows = "".join(
         f"<tr><td>{escape(difference.name)}</td>"
         f"{''.join(f'<td>{escape(format_setting(value))}</td>' for value in difference.values)}</tr>"
         for difference in differences
     )
-    table = f'<table class="numbers"><thead><tr><th></th>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return section(title, "", f'<div class="scroll">{table}</div>')
+    return section(title, "", numbers_table(("", *names), rows))
 
 
 def _samples(comparison: Comparison, number: int) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError, RewardError, UserError
-from sfumato.tracking.control_files import ANSWERS, ControlFolder, ControlRequest, Watched
+from sfumato.tracking.control_files import ANSWERS, COMMANDS, ControlFolder, ControlRequest, Watched
 from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.samples import step_folder
 from sfumato.tracking.timeline import Phase
@@ -197,8 +197,8 @@ class RunControl:
 
     def _refusal_of(self, command: str, step: int) -> str:
         """Why a command cannot be carried out now; empty where it can."""
-        if command not in ("save", "sample", "evaluate", "stop", "pause", "resume"):
-            return f"unknown command {command!r}; commands are save, sample, evaluate, stop, pause and resume"
+        if command not in COMMANDS:
+            return f"unknown command {command!r}; commands are {', '.join(COMMANDS[:-1])} and {COMMANDS[-1]}"
         if command == "evaluate" and self.actions.evaluate is None:
             return "this run has no held-out data to evaluate on"
         if command == "sample" and self.actions.sample is None and not (self.actions.watch and self.watched):

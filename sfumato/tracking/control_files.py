@@ -27,6 +27,9 @@ ANSWERS = "control.jsonl"
 WATCHED = "watched_prompts.txt"
 """Name of the file in the folder with prompts that are drawn with every evaluation: one a line."""
 
+COMMANDS = ("save", "sample", "evaluate", "stop", "pause", "resume")
+"""What a request may ask for."""
+
 MOST_BYTES = 2**16
 """Largest file that is read."""
 

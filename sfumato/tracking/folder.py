@@ -30,6 +30,7 @@ from sfumato.config.load import config_text, flatten, read_yaml
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
+from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id
 from sfumato.tracking.json_lines import read_jsonl
@@ -83,9 +84,6 @@ OWN_FOLDER = {"train.output_dir", "train.load_checkpoint_path"}
 
 CACHES = ("tokens", "processes.json")
 """Files that a run makes in its folder before it begins; they stay there when an earlier run is moved aside."""
-
-NAMED = 3
-"""Differences that an error names; the others are counted."""
 
 LONGEST_VALUE = 40
 """Characters of a value that an error shows."""
@@ -222,7 +220,7 @@ class RunFolder:
         if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
             raise FolderError(
                 f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
-                f"this configuration differs in {_name_first(self.differences)}: give it a folder of its own, "
+                f"this configuration differs in {listed(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
             )
         is_fork = self.wanted not in (None, "auto", "new") and not self._is_own_checkpoint
@@ -316,7 +314,7 @@ class RunFolder:
             )
         start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
         elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
-        differences = f" This one differs in {_name_first(self.differences)}." if self.differences else ""
+        differences = f" This one differs in {listed(self.differences)}." if self.differences else ""
         if standing.finished:
             raise FolderError(
                 f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere} and "
@@ -403,12 +401,6 @@ def write_json(path: Path, value: object) -> None:
     """Writes a JSON file atomically, so that it survives a power failure."""
     write_atomically(path, json.dumps(value, indent=1).encode())
     flush(path.parent)
-
-
-def _name_first(texts: list[str]) -> str:
-    """The first texts, and how many more there are."""
-    more = f" and {len(texts) - NAMED} more" if len(texts) > NAMED else ""
-    return ", ".join(texts[:NAMED]) + more
 
 
 def _shorten_pair(before: object, after: object) -> tuple[str, str]:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from sfumato.config.load import flatten
 from sfumato.config.open_mappings import JsonObject
+from sfumato.config.paths import ADAPTER_FILES
 from sfumato.errors import CheckpointError
 from sfumato.tracking.atomic_folders import list_checkpoints, read_values
 from sfumato.tracking.folder import read_environment
@@ -110,8 +111,7 @@ def _describe_weights(checkpoint: Path) -> str:
     """How a new run begins with the weights of a checkpoint, with real paths."""
     run = checkpoint.parent.parent
     exported = run / "hf_ckpt"
-    adapters = ("adapter_config.json", "pytorch_lora_weights.safetensors")
-    if exported.is_dir() and not any((exported / name).exists() for name in adapters):
+    if exported.is_dir() and not any((exported / name).exists() for name in ADAPTER_FILES):
         return f"--model.model_path {exported}"
     return f"sfumato export {checkpoint} OUT --merge, then --model.model_path OUT"
 

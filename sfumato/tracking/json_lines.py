@@ -175,13 +175,19 @@ def strict_json(value: object) -> str:
     return whole_characters(_STRICT.encode(_plain(value)))
 
 
+def has_run_file(path: Path, most_bytes: int | None = None) -> bool:
+    """Whether a file of a run folder is there. Raises DataError for a link out of the folder, a pipe, or a file of more
+    than ``most_bytes``."""
+    problem = outside_problem(path.parent, path.name, most_bytes)
+    if problem not in (None, "does not exist"):
+        raise DataError(f"{path} {problem}; remove it, or restore the file")
+    return problem is None
+
+
 def _parse_lines(path: Path) -> list[tuple[bytes, JsonObject]]:
     """The lines of a file, each with its parsed record, without blank lines and without a broken last line."""
-    problem = outside_problem(path.parent, path.name, MOST_BYTES)
-    if problem == "does not exist":
+    if not has_run_file(path, MOST_BYTES):
         return []
-    if problem is not None:
-        raise DataError(f"{path} {problem}; remove it, or restore the file")
     # Only "\n" ends a line: str.splitlines would also cut at U+2028 inside a prompt.
     lines = [(n, line) for n, line in enumerate(path.read_bytes().split(b"\n"), start=1) if line.strip()]
     parsed = []

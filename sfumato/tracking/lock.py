@@ -69,12 +69,12 @@ class Owner:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs; only meaningful where it is visible. A zombie counts as dead."""
-        return _born(self.pid) == self.born if self.born else _exists(self.pid)
+        return process_birth(self.pid) == self.born if self.born else _exists(self.pid)
 
     @property
     def is_self(self) -> bool:
         """Whether it is this process."""
-        return self.is_visible and (self.pid, self.born) == (os.getpid(), _born(os.getpid()))
+        return self.is_visible and (self.pid, self.born) == (os.getpid(), process_birth(os.getpid()))
 
 
 class FolderLock:
@@ -110,7 +110,7 @@ class FolderLock:
         if now - self._checked < at_most_every_s:
             return
         self._checked = now
-        state = _read(self.folder / NAME)
+        state = read_lock(self.folder / NAME)
         if state is None or state[0] is None or state[0].token != self.owner.token:
             who = "was removed" if state is None else f"is now held by {state[0] or 'another process'}"
             raise FolderError(
@@ -158,7 +158,7 @@ class FolderLock:
             return
         self.abandon()
         with contextlib.suppress(OSError):  # the disk is gone: others see that the lock is not renewed
-            if (state := _read(self.folder / NAME)) is not None and state[0] == self.owner:
+            if (state := read_lock(self.folder / NAME)) is not None and state[0] == self.owner:
                 (self.folder / NAME).unlink()
             for folder in reversed(self._made_folders):
                 folder.rmdir()
@@ -174,7 +174,7 @@ class FolderLock:
         released = self._released
         while not released.wait(HEARTBEAT_S):
             with contextlib.suppress(OSError):  # a file system that is away for a while
-                if (state := _read(self.folder / NAME)) is not None and state[0] == self.owner:
+                if (state := read_lock(self.folder / NAME)) is not None and state[0] == self.owner:
                     os.utime(self.folder / NAME)
 
 
@@ -204,7 +204,7 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     owner = Owner(
         host=socket.gethostname(),
         pid=os.getpid(),
-        born=_born(os.getpid()),
+        born=process_birth(os.getpid()),
         place=_machine_id(),
         since=datetime.datetime.now().astimezone().isoformat(sep=" ", timespec="seconds"),
         token=secrets.token_hex(8),
@@ -214,7 +214,7 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     try:
         while not _link(path, owner):
             dead_state = _take_over(path, owner, say)
-            if (state := _read(path)) is not None and state[0] == owner:
+            if (state := read_lock(path)) is not None and state[0] == owner:
                 break
     except OSError as error:
         raise FolderError(f"train.output_dir {folder} cannot be written: {error.strerror}") from error
@@ -224,7 +224,7 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
 def read_owner(folder: Path) -> Owner | None:
     """The process that holds a run folder; None where nobody does, or the lock cannot be read. Takes nothing."""
     try:
-        seen = _read(folder / NAME)
+        seen = read_lock(folder / NAME)
     except (OSError, FolderError):
         return None
     return None if seen is None else seen[0]
@@ -267,7 +267,7 @@ def _take_over(path: Path, owner: Owner, say: Callable[[str], None]) -> Seen | N
     is_other = not dead_state[0] or not dead_state[0].is_self
     if is_other:
         time.sleep(SETTLE_S)
-    if (new_state := _read(path)) is not None and new_state[0] == owner and reason:
+    if (new_state := read_lock(path)) is not None and new_state[0] == owner and reason:
         say(reason)
     return dead_state if is_other else None
 
@@ -294,7 +294,7 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
         FolderError: when its holder is alive.
     """
     first = None
-    while (state := _read(path)) is not None:
+    while (state := read_lock(path)) is not None:
         holder, renewed = state
         if holder is not None and holder.is_self:
             return state, ""  # a run of this process that ended with an error
@@ -325,8 +325,8 @@ def _refusal(folder: Path, holder: Owner | None) -> FolderError:
     )
 
 
-def _read(path: Path) -> Seen | None:
-    """The state of a lock; None when there is none."""
+def read_lock(path: Path) -> Seen | None:
+    """The state of a lock; None when there is none. Raises FolderError for what is no lock."""
     try:
         with _open_lock(path, os.O_RDONLY) as file:  # opening it has NFS look at the server
             text = file.read(MOST_BYTES)
@@ -340,11 +340,6 @@ def _read(path: Path) -> Seen | None:
     texts = (owner.host, owner.born, owner.place, owner.since, owner.token)
     is_right = all(isinstance(part, str) for part in texts) and type(owner.pid) is int and 0 < owner.pid < 2**31
     return (owner if is_right else None), renewed
-
-
-def read_lock(path: Path) -> Seen | None:
-    """The state of a lock, for those who only look; None when there is none. Raises FolderError for what is no lock."""
-    return _read(path)
 
 
 def _open_lock(path: Path, flags: int) -> IO[bytes]:
@@ -419,7 +414,7 @@ def _hold_exclusively(path: Path) -> Iterator[Seen | None]:
             is_same = os.path.samestat(os.fstat(file.fileno()), os.stat(path))
         except FileNotFoundError:
             is_same = False
-        yield _read(path) if is_same else None
+        yield read_lock(path) if is_same else None
 
 
 def _now_of(folder: Path) -> float:
@@ -448,7 +443,7 @@ def _machine_id() -> str:
         return socket.gethostname()
 
 
-def _born(pid: int) -> str:
+def process_birth(pid: int) -> str:
     """Clock ticks from the machine's boot to the start of a process; empty when none runs, or it cannot be known."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

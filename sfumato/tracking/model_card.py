@@ -10,7 +10,7 @@ import yaml
 
 from sfumato.config.hub import SNAPSHOT
 from sfumato.config.load import read_yaml
-from sfumato.config.paths import HUB_NAME
+from sfumato.config.paths import ADAPTER_FILES, HUB_NAME
 from sfumato.config.writing import replace_file, write_atomically
 from sfumato.tracking.atomic_folders import read_mapping
 from sfumato.tracking.json_lines import Series, finite, read_jsonl, series_of
@@ -59,8 +59,8 @@ def _front_matter(config: Mapping[str, object], export: Path, task: str) -> tupl
     """The card's fields, and the base model as the text names it: on the hub with its revision, or nothing."""
     section = config.get("model")
     path = section.get("model_path") if isinstance(section, dict) else None
-    is_adapter = (export / "adapter_config.json").is_file() or (export / "pytorch_lora_weights.safetensors").is_file()
-    is_diffusion = (export / "model_index.json").is_file() or (export / "pytorch_lora_weights.safetensors").is_file()
+    is_adapter = any((export / name).is_file() for name in ADAPTER_FILES)
+    is_diffusion = any((export / name).is_file() for name in ("model_index.json", ADAPTER_FILES[1]))
     library = "diffusers" if is_diffusion else "peft" if is_adapter else "transformers"
     front: dict[str, object] = {"library_name": library}
     tags = ["sfumato", TAGS.get(task.partition("_")[0], "trained"), *(["lora"] if is_adapter else [])]

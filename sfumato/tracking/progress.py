@@ -9,13 +9,15 @@ import statistics
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, TextIO
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 from sfumato.config.characters import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
+
+Item = TypeVar("Item")
 
 
 class Progress:
@@ -138,6 +140,14 @@ class Progress:
     def _write(self, line: str) -> None:
         self._stream.write(line + "\n")
         self._stream.flush()
+
+
+def show_progress(items: Iterable[Item], count: int, label: str, enabled: bool = True) -> Iterator[Item]:
+    """Passes on ``count`` items, and shows the progress over them; see ``Progress``."""
+    with Progress(count, 0, label, enabled=enabled) as progress:
+        for number, item in enumerate(items, start=1):
+            yield item
+            progress.update(number)
 
 
 def format_value(value: float) -> str:

@@ -9,14 +9,13 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sfumato.config.file_checks import outside_problem
 from sfumato.config.load import parse_yaml
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.charts import choose_stretch, timeline_svg
 from sfumato.tracking.headlines import headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
-from sfumato.tracking.json_lines import Series, finite, is_step, read_jsonl, series_of
+from sfumato.tracking.json_lines import Series, finite, has_run_file, is_step, read_jsonl, series_of
 from sfumato.tracking.page import render_page
 from sfumato.tracking.report_answers import answers
 from sfumato.tracking.report_curves import SEARCH, curve_sections, figure
@@ -83,12 +82,8 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
 
 def _read_text(folder: Path, name: str) -> str:
     """The text of a file in a run folder; empty when it is absent. Raises DataError for a link, pipe or huge file."""
-    problem = outside_problem(folder, name, MOST_BYTES)
-    if problem == "does not exist":
-        return ""
-    if problem is not None:
-        raise DataError(f"{folder / name} {problem}; remove it, or restore the file")
-    return (folder / name).read_text(encoding="utf-8", errors="replace")
+    path = folder / name
+    return path.read_text(encoding="utf-8", errors="replace") if has_run_file(path, MOST_BYTES) else ""
 
 
 def _parse_config(config: str) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from html import escape
 
@@ -24,6 +25,14 @@ _FAILED = re.compile(r"^(evaluation at )?step (\d+): reward failed: (.*?) \((\d+
 def section(title: str, note: str, body: str) -> str:
     """A section of the page: a heading, a line of note below it, and HTML."""
     return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
+
+
+def numbers_table(columns: Iterable[str], rows: str) -> str:
+    """A table of numbers, which scrolls where it is too wide. ``columns`` and ``rows`` are HTML."""
+    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
+    return (
+        f'<div class="scroll"><table class="numbers"><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
 
 
 def last_values(metrics: Series) -> str:
@@ -125,7 +134,5 @@ def _table(title: str, note: str, columns: tuple[str, ...], rows: list[tuple[str
     """A table with its texts escaped; nothing without rows."""
     if not rows:
         return ""
-    head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return section(title, note, f'<div class="scroll">{table}</div>')
+    return section(title, note, numbers_table(columns, body))

@@ -29,7 +29,7 @@ from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import JsonLines, Sparing, read_jsonl, series_of
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.model_card import CARD, write_card
-from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries, say_messages
+from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries, say_messages, show_progress
 from sfumato.tracking.samples import SampleRecord, drop_samples_after, read_stills, save_samples_and_grids
 from sfumato.tracking.shared_folder import check_shared
 from sfumato.tracking.source_code import SourceWatch, check_same_code
@@ -379,14 +379,7 @@ class Run:
 
     def watch(self, label: str) -> Callable[[Iterable[Item], int], Iterator[Item]]:
         """A function that passes on items, given their number, and shows the progress over them."""
-
-        def watched(items: Iterable[Item], count: int) -> Iterator[Item]:
-            with Progress(count, 0, label, enabled=self.mesh.is_first) as progress:
-                for number, item in enumerate(items, start=1):
-                    yield item
-                    progress.update(number)
-
-        return watched
+        return partial(show_progress, label=label, enabled=self.mesh.is_first)
 
     def add_environment(self, values: Mapping[str, object], message: str = "") -> None:
         """Adds measurements of this machine to ``environment.json``, and reports what follows from them."""

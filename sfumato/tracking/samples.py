@@ -262,8 +262,7 @@ def read_samples(output_dir: Path) -> dict[int, list[dict[str, object]]]:
 
     Raises DataError when a row holds values that no run writes.
     """
-    folders = [(step, path) for step, path in _step_folders(output_dir) if (path / "samples.jsonl").exists()]
-    return {step: _read_checked(path / "samples.jsonl") for step, path in sorted(folders)}
+    return {step: read_step(output_dir, step) for step in sample_steps(output_dir)}
 
 
 def sample_steps(output_dir: Path) -> list[int]:

@@ -15,9 +15,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
-from sfumato.config.file_checks import outside_problem
 from sfumato.errors import DataError
-from sfumato.tracking.json_lines import JsonLines, Report
+from sfumato.tracking.json_lines import JsonLines, Report, has_run_file
 
 
 class Phase(StrEnum):
@@ -224,11 +223,8 @@ def read_events(folder: Path, tail_bytes: int | None = _TAIL_BYTES) -> list[Even
         DataError: for a line that is no event, other than a last one that a crash tore.
     """
     path = Path(folder) / _FILE_NAME
-    problem = outside_problem(path.parent, path.name)
-    if problem == "does not exist":
+    if not has_run_file(path):
         return []
-    if problem is not None:
-        raise DataError(f"{path} {problem}; remove it, or restore the file")
     with path.open("rb") as file:
         size = file.seek(0, 2)
         from_byte = max(0, size - tail_bytes) if tail_bytes is not None else 0

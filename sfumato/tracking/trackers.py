@@ -88,9 +88,9 @@ def check_trackers(names: Sequence[str]) -> None:
 
             raise missing(name)
         if name == WEBHOOK:
-            from sfumato.tracking.webhook import check_webhook
+            from sfumato.tracking.webhook import required_webhook
 
-            check_webhook()
+            required_webhook(print)
     if len(set(names)) != len(names):
         raise ConfigError(f"a tracker stands twice in {list(names)}; name each one once")
 

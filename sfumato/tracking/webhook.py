@@ -166,11 +166,8 @@ class WebhookTracker:
     """Sends the alerts of a run. Numbers and images go elsewhere."""
 
     def __init__(self, output_dir: Path, say: Callable[[str], None]) -> None:
-        """Raises ConfigError as ``check_webhook`` does."""
-        webhook = webhook_from_environment(say)
-        if webhook is None:
-            raise ConfigError(MISSING)
-        self._webhook = webhook
+        """Raises ConfigError as ``required_webhook`` does."""
+        self._webhook = required_webhook(say)
         self._facts = run_facts(output_dir)
         self._step = 0
 
@@ -199,15 +196,13 @@ def run_facts(folder: Path) -> dict[str, object]:
     return {"run": folder.absolute().name, **texts, "host": socket.gethostname()}
 
 
-MISSING = (
-    f"train.trackers names webhook: put its address into the environment variable {VARIABLE}, such as "
-    "https://hooks.example.com/services/KEY"
-)
-
-
-def check_webhook() -> None:
-    """Raises ConfigError where the environment names no webhook, or none that may be posted to."""
-    address = os.environ.get(VARIABLE, "").strip()
-    if not address:
-        raise ConfigError(MISSING)
-    parse_address(address)
+def required_webhook(say: Callable[[str], None]) -> Webhook:
+    """The webhook of a run that names one. Raises ConfigError where the environment has no address, or none that may be
+    posted to."""
+    webhook = webhook_from_environment(say)
+    if webhook is None:
+        raise ConfigError(
+            f"train.trackers names webhook: put its address into the environment variable {VARIABLE}, such as "
+            "https://hooks.example.com/services/KEY"
+        )
+    return webhook

@@ -12,7 +12,7 @@ from sfumato.config.load import load_config
 from sfumato.errors import FolderError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.lock import NAME, _born, lock_folder
+from sfumato.tracking.lock import NAME, lock_folder, process_birth
 from sfumato.tracking.run import start_run
 
 
@@ -43,7 +43,7 @@ def test_every_rank_is_refused_what_another_run_holds(ranks, tmp_path):
     with subprocess.Popen(["sleep", "60"]) as other:
         lock = lock_folder(tmp_path / "run", print)
         lock.abandon()
-        holder = replace(lock.owner, pid=other.pid, born=_born(other.pid))
+        holder = replace(lock.owner, pid=other.pid, born=process_birth(other.pid))
         (tmp_path / "run" / NAME).write_text(json.dumps(asdict(holder)))
         told = [text for text, _ in ranks.run(2, start, tmp_path)]
         other.kill()

@@ -123,7 +123,7 @@ class InTheMiddle:
     def _strike(self, engine: VllmEngine, before: float) -> None:
         while tokens_drawn(engine) < before + 20:
             time.sleep(0.005)
-        for process in psutil.Process(engine.calls._process.pid).children(recursive=True):
+        for process in psutil.Process(engine.calls.http.process.pid).children(recursive=True):
             process.send_signal(self.what)
         self.hit += 1
 

@@ -129,7 +129,7 @@ def sync_of(engine, actor=None, tolerance=1e-3):
 
 
 def server_processes(engine):
-    owner = psutil.Process(engine.calls._process.pid)
+    owner = psutil.Process(engine.calls.http.process.pid)
     return owner.children(recursive=True)
 
 
@@ -299,7 +299,7 @@ def test_an_update_that_fails_leaves_nothing_to_the_next(engine, monkeypatch):
     folder = written(20)
     with pytest.raises(WeightSyncError, match="version 21 of the weights was not loaded by the vLLM server"):
         engine.take_version(folder, 21)
-    assert "has weights of version 20, not 21" in engine.calls._process.log.read_text()
+    assert "has weights of version 20, not 21" in engine.calls.http.process.log.read_text()
     (lost, *_), count = sorted(folder.iterdir())[5:], len(list(folder.iterdir()))
     assert count > 8
     lost.unlink()
@@ -309,7 +309,7 @@ def test_an_update_that_fails_leaves_nothing_to_the_next(engine, monkeypatch):
     engine.files.remove(folder)
     with pytest.raises(WeightSyncError, match="version 20 of the weights was not loaded"):
         engine.take_version(folder, 20)
-    assert f"{folder} has no weights" in engine.calls._process.log.read_text()
+    assert f"{folder} has no weights" in engine.calls.http.process.log.read_text()
     folder = written(23)
     engine.take_version(folder, 23)
     assert (engine.rescore(TOKENS) - log_probs(moved(23), TOKENS)).abs().max() < BOUND

@@ -20,7 +20,7 @@ from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError, Generat
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine
 from sfumato.rollout.engines.served.environment import engine_environment
 from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer
-from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.served.server_process import ServerProcess
 from sfumato.rollout.engines.served.weight_files import WeightFiles, process_name
 from sfumato.rollout.engines.served_settings import ServedSettings
 
@@ -34,12 +34,11 @@ MEMORY = ["kv_cache", "weights"]
 class SglangServer(ServedEngine):
     """``Engine`` of ``base.py`` and ``Receiver`` on an SGLang server."""
 
-    def __init__(self, http: HttpServer, process: ServerProcess | None, files: WeightFiles, model_path: str) -> None:
+    def __init__(self, http: HttpServer, files: WeightFiles, model_path: str) -> None:
         """Starts the server if there is a process, waits for it, and checks that it is the right one.
 
         Args:
-            http: client of the server.
-            process: the server's process, not started yet; None if the server runs already.
+            http: client of the server, whose process, if it has one, is not started yet.
             files: writes the weights that it loads.
             model_path: folder of the model, as the server sees it.
 
@@ -48,25 +47,20 @@ class SglangServer(ServedEngine):
             EngineError: when it does not start or answer.
         """
         self.http = http
-        self.process = process
         self.model_path = model_path
         self.can_sleep = False
         self._num_loads = 0  # weight updates, by which a request sees that one came while it was open
         super().__init__(http.name, files, 0)
         try:
-            if process is not None:
-                self._start(process)
+            if http.process is not None:
+                self._start()
             self._identify()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, process: ServerProcess) -> None:
-        """Starts the server, at another port each time: what is left of one that was killed must neither answer nor
-        hold the port."""
-        port = free_port()
-        self.http.move_to(f"{LOOPBACK}:{port}")
-        process.start(lambda: self.http.answers("/health_generate", HEALTH_TIMEOUT_S), ["--port", str(port)])
+    def _start(self) -> None:
+        self.http.start("/health_generate", HEALTH_TIMEOUT_S)
 
     def _identify(self) -> None:
         """Reads the server's limits. Raises ConfigError when it has another model or lacks options."""
@@ -112,7 +106,7 @@ class SglangServer(ServedEngine):
         """See ``Engine``. The check draws a token."""
         if self._is_closed:
             raise EngineError(f"{self.name} is closed")
-        if self.process is not None and (problem := self.process.problem()):
+        if self.http.process is not None and (problem := self.http.process.problem()):
             raise EngineError(problem)
         self.http.ask("GET", "/health_generate", timeout_s=HEALTH_TIMEOUT_S)
 
@@ -167,14 +161,10 @@ class SglangServer(ServedEngine):
         self.http.ask("POST", "/continue_generation", {})
 
     def _restart(self) -> None:
-        if self.process is None:
-            raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
-        self._start(self.process)
+        self._start()
         self._identify()
 
     def _close(self) -> None:
-        if self.process is not None:
-            self.process.stop()
         self.http.close()
 
 
@@ -259,7 +249,7 @@ class SglangSettings(ServedSettings):
         http = HttpServer(
             name, url, api_key=key, timeout_s=self.timeout_s, max_requests=self.max_requests, process=process
         )
-        return SglangServer(http, process, files, model_path)
+        return SglangServer(http, files, model_path)
 
     def _arguments(self, model_path: str, max_length: int | None) -> Sequence[str]:
         if max_length is None:

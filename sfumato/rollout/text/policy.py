@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -70,6 +70,9 @@ if TYPE_CHECKING:
         updates: int
 
         def evaluated(self) -> AbstractContextManager[object]: ...
+
+
+Result = TypeVar("Result")
 
 
 def build_text_policy(config: TextRLConfig) -> tuple[LanguageModel, FlopCount]:
@@ -233,12 +236,8 @@ class TextEngine:
         requests = [
             GenerationRequest(beginning, seed, length - len(beginning)) for seed, beginning in enumerate(shortened)
         ]
-        while True:
-            try:
-                completions = complete(self.served, requests, Sampling())
-                break
-            except EngineError as error:
-                self._restart(error)
+        served = self.served
+        completions = self._with_restarts(lambda: complete(served, requests, Sampling()))
         tokens = torch.tensor(
             [[*beginning, *drawn.token_ids] for beginning, drawn in zip(shortened, completions, strict=True)]
         )
@@ -280,15 +279,18 @@ class TextEngine:
             ]
             return await asyncio.gather(*draws)
 
-        while True:
-            try:
-                texts = asyncio.run(draw_all())
-                break
-            except EngineError as error:
-                self._restart(error)
+        texts = self._with_restarts(lambda: asyncio.run(draw_all()))
         texts = [text.checked(self.template.without_text) for text in texts]
         samples = [text.sample(prompt, group) for text, prompt, group in zip(texts, prompts, groups, strict=True)]
         return [text.sequences for text in texts], samples
+
+    def _with_restarts(self, draw: Callable[[], Result]) -> Result:
+        """What ``draw`` returns, which is called again when the engine was lost and has been restarted."""
+        while True:
+            try:
+                return draw()
+            except EngineError as error:
+                self._restart(error)
 
     def _restart(self, error: EngineError) -> None:
         """Restarts an engine that was lost, with the weights that it had; the caller then draws all samples again.

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from sfumato.config.environment import environment_with
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.rl import RLConfig
@@ -247,7 +248,7 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
     else:
         send_token()
     try:
-        with _environment(only_here):  # Ray reads these variables when it is imported
+        with environment_with(only_here):  # Ray reads these variables when it is imported
             import ray
     except ImportError as error:
         raise MissingDependencyError("runtime.backend ray needs Ray: pip install 'sfumato[ray]'") from error
@@ -259,7 +260,7 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
     with _own_signals():
         if address is None:
             store = None if config.object_store_gb is None else int(config.object_store_gb * 2**30)
-            with _environment(variables):
+            with environment_with(variables):
                 _start_here(run, num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=store, **options)
         else:
             try:
@@ -378,21 +379,6 @@ def _import_path() -> dict[str, str]:
     paths = [Path(path or ".").resolve() for path in sys.path]
     own_paths = dict.fromkeys(str(path) for path in paths if path.is_dir() and path not in installed_paths)
     return {"PYTHONPATH": os.pathsep.join(own_paths)}
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables for the processes that are started inside the block."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 @contextmanager

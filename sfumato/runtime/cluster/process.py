@@ -21,6 +21,7 @@ from sfumato.runtime.cluster.packing import Packed, unpack
 from sfumato.runtime.cluster.placement import Places
 from sfumato.runtime.cluster.worker import Identity, OnState, RoleWorker, Said
 from sfumato.runtime.roles import OTHER, Build
+from sfumato.tracking.lock import process_birth
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -216,16 +217,16 @@ def _without_gpus() -> dict[str, object]:
     return {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if ray.cluster_resources().get("GPU") else {}
 
 
-def _kill(pid: int, born: int, grace_s: float) -> None:
+def _kill(pid: int, born: str, grace_s: float) -> None:
     """Kills a process of this machine if it has not ended in time; ``born`` as of ``Identity``."""
     deadline = time.monotonic() + grace_s
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        # Its start (see ``identify``) is compared, since a later process may have got the same id.
-        while int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]) == born:
-            if time.monotonic() >= deadline:
+    # Its start is compared, since a later process may have got the same id.
+    while process_birth(pid) == born:
+        if time.monotonic() >= deadline:
+            with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-                return
-            time.sleep(0.02)
+            return
+        time.sleep(0.02)
 
 
 def _tail(path: str) -> str:

@@ -22,7 +22,7 @@ from sfumato.runtime.cluster.process import (
     RoleProcess,
 )
 from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
-from sfumato.runtime.roles import OTHER
+from sfumato.runtime.roles import OTHER, close_engine
 from sfumato.tracking.shared_folder import Token
 from sfumato.tracking.source_code import CODE, describe_difference, versions
 
@@ -38,13 +38,6 @@ END_S = 2.0
 
 CLOSE_S = 20.0
 """Seconds that engines may take to end before their processes are killed; their servers have half of it."""
-
-
-def close_engine(state: object) -> None:
-    """Closes the state's engine, if it has one."""
-    close = getattr(getattr(state, "engine", None), "close", None)
-    if close is not None:
-        close()
 
 
 class RayRole:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
+from sfumato.tracking.lock import process_birth
 from sfumato.tracking.source_code import versions
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ class Identity:
     """Which process this is, and where it runs."""
 
     pid: int
-    born: int
-    """Clock ticks between the starts of machine and process, which tell it from a later process with the same id."""
+    born: str
+    """When it was started, which tells it from a later process with the same id: see ``process_birth``."""
     host: str
     address: str
     node_id: str
@@ -295,8 +296,6 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
     """Tells which process this is and where; with a token, also whether it sees that in the run folder."""
     import ray
 
-    # Field 22 of ``stat``, counted from behind the command in parentheses, which may contain spaces.
-    born = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     address = ray.util.get_node_ip_address()
     node_id = ray.get_runtime_context().get_node_id()
     stderr = os.readlink("/proc/self/fd/2")
@@ -305,6 +304,7 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
         from sfumato.tracking.shared_folder import answer
 
         folder = answer(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
+    born = process_birth(os.getpid())
     return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions("ray"), folder)
 
 

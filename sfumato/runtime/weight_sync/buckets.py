@@ -76,6 +76,16 @@ def largest(buckets: Sequence[Bucket]) -> int:
     return max((bucket.num_bytes for bucket in buckets), default=0)
 
 
+NUM_SLOTS = 2
+"""Buckets in memory: one travels while another is gathered, or loaded."""
+
+
+def empty_slots(buckets: Sequence[Bucket], device: torch.device | str = "cpu") -> list[torch.Tensor]:
+    """Memory for ``NUM_SLOTS`` buckets, of which bucket n takes number n mod ``NUM_SLOTS``: uint8 each."""
+    count = min(NUM_SLOTS, max(1, len(buckets)))
+    return [torch.empty(largest(buckets), dtype=torch.uint8, device=device) for _ in range(count)]
+
+
 class Source:
     """The module whose weights are sent."""
 

@@ -251,8 +251,7 @@ def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec], nee
     for names, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
         lacking = [name for name in names if name not in other]
         if lacking:
-            more = f" and {len(lacking) - NAMED} more" if len(lacking) > NAMED else ""
-            problems.append(f"{text} {', '.join(lacking[:NAMED])}{more}")
+            problems.append(f"{text} {listed(lacking)}")
     problems += [
         f"{name} has shape {shape} in the actor and {wanted[name].shape} in the sampler"
         for name, shape in shapes.items()

@@ -71,7 +71,6 @@ class EmbeddedEngine:
         around: Callable[[], AbstractContextManager[object]] = nullcontext,
         vision: Vision | None = None,
         decode: Decode | None = None,
-        version: int = 0,
         is_for_training: bool = True,
     ) -> None:
         """
@@ -85,13 +84,12 @@ class EmbeddedEngine:
             around: makes the context of each forward pass, such as ``LanguageModel.autocast``.
             vision: of a model that sees: opens the images of prompts.
             decode: makes texts of tokens, for ``Sampling.stop``.
-            version: of the weights.
             is_for_training: whether what is drawn is learned from: see ``choose_rows``.
 
         Raises:
             ConfigError: when the model has fewer positions than ``max_length``.
         """
-        self.version = version
+        self.version = 0
         self.max_length = _max_length(module, max_length)
         self._forward = Forward(module, around, vision)
         self._max_batch_size = max_batch_size

@@ -62,6 +62,11 @@ class Forward:
         """Where the module is now."""
         return cast("nn.Embedding", self.module.get_input_embeddings()).weight.device
 
+    @property
+    def last_logits(self) -> dict[str, object]:
+        """Arguments by which the module computes the logits of the last token alone, where it can."""
+        return {"logits_to_keep": 1} if "logits_to_keep" in self.arguments else {}
+
     def __call__(self, input_ids: Tensor, attention: str | None = None, **arguments: object) -> Tensor:
         """Logits ``[n, q, V]`` of tokens ``[n, q]``.
 

@@ -179,8 +179,7 @@ class CachedRows:
         """Logits of a pass for which ``RowCache.take`` has named rows and positions."""
         cache = self._cache
         assert cache.positions is not None, "RowCache.take comes first"
-        arguments: dict[str, object] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
-        arguments |= {"position_ids": cache.positions}
+        arguments = self._forward.last_logits | {"position_ids": cache.positions}
         if inputs is not None:
             arguments |= self._forward.beside(input_ids, cache.positions, inputs)
         logits = self._forward(
@@ -293,7 +292,7 @@ class GroupedRows:
         if group.cache is None:
             # Whole-module configuration: it tells the cache which layers are recurrent or have a window.
             group.cache = DynamicCache(config=self._forward.module.config)
-        arguments: dict[str, object] = {"logits_to_keep": 1} if "logits_to_keep" in self._forward.arguments else {}
+        arguments = dict(self._forward.last_logits)
         first = group.length
         group.length = first + input_ids.shape[1]
         if self._gives_positions:

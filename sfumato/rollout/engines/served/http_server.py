@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import secrets
 import ssl
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import Any
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
-from sfumato.rollout.engines.served.server_process import ServerProcess
+from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.serving.bounded_json import JSONLimitError, load_json
 from sfumato.serving.outgoing import AttemptError, BaseUrl, Limits, RefusedError, exchange, parse_base_url
 
@@ -27,6 +28,9 @@ MAX_RESPONSE_BYTES = 256 * 2**20
 MAX_VALUES = 2**23
 """Values in the JSON of an answer, brackets and commas in texts included."""
 
+
+ANSWER_S = 5.0
+"""Within which a server that has started answers."""
 
 SEEN_S = 3.0
 """Within which the end of a process is seen after its connections were closed."""
@@ -93,6 +97,30 @@ class HttpServer:
             raise ConfigError(str(error).replace("base_urls", "url")) from error
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self.target = Target(base, headers, ssl.create_default_context() if base.scheme == "https" else None)
+
+    def start(self, path: str, timeout_s: float = ANSWER_S, key_variable: str = "") -> None:
+        """Starts the server, or starts it again, and waits until it answers.
+
+        It gets another port each time, and another key: what is left of one that was killed must neither answer nor
+        hold the port.
+
+        Args:
+            path: what a server that is ready answers.
+            timeout_s: longest that such an answer may take.
+            key_variable: environment variable that the server reads its key from, since other users of the machine can
+                read a command's arguments; empty: it takes no key.
+
+        Raises:
+            ConfigError: when this run did not start it.
+            EngineError: when it does not start.
+        """
+        if self.process is None:
+            raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
+        port = free_port()
+        api_key = secrets.token_hex(32) if key_variable else ""
+        self.move_to(f"{LOOPBACK}:{port}", api_key)
+        variables = {key_variable: api_key} if key_variable else {}
+        self.process.start(lambda: self.answers(path, timeout_s), ["--port", str(port)], variables)
 
     def ask(
         self,
@@ -185,7 +213,7 @@ class HttpServer:
                 raise EngineError(f"{self.name}: {self._num_open} requests were aborted and do not end")
             time.sleep(0.02)
 
-    def answers(self, path: str, timeout_s: float = 5.0) -> bool:
+    def answers(self, path: str, timeout_s: float = ANSWER_S) -> bool:
         """Whether GET of a path is answered with status 200."""
         try:
             self.ask("GET", path, timeout_s=timeout_s)
@@ -194,5 +222,7 @@ class HttpServer:
         return True
 
     def close(self) -> None:
-        """Drops requests that have not been sent; those that were sent end by themselves."""
+        """Ends the server, if this run started it, and drops requests that have not been sent."""
+        if self.process is not None:
+            self.process.stop()
         self._threads.shutdown(wait=False, cancel_futures=True)

@@ -7,7 +7,6 @@ caches exist in development mode alone (``VLLM_SERVER_DEV_MODE=1``).
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Protocol
@@ -17,7 +16,7 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens
 from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer, RefusedByServerError
-from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
+from sfumato.rollout.engines.served.server_process import ServerProcess
 from sfumato.rollout.engines.served.versions import known_release
 from sfumato.rollout.engines.served.vllm_images import render_request
 
@@ -165,7 +164,7 @@ class ServerCalls:
             EngineError: when it does not start or answer.
         """
         self.model_path = model_path
-        self._process = None
+        process = None
         self.name = f"the vLLM server at {url}" if url else "the vLLM server"
         if command:
             url = LOOPBACK
@@ -173,27 +172,20 @@ class ServerCalls:
             variables = {**inherited, **SERVER_ENVIRONMENT, "PYTHONPATH": "", **environment}
             arguments = [*command, "--host", "127.0.0.1", *SERVER_ARGUMENTS]
             modules = {WORKER_MODULE: WORKER_FILE}
-            self._process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers, modules)
+            process = ServerProcess(self.name, arguments, variables, log, start_timeout_s, leftovers, modules)
         self.http = HttpServer(
-            self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=self._process
+            self.name, url, api_key=api_key, timeout_s=timeout_s, max_requests=max_requests, process=process
         )
         try:
-            if self._process is not None:
-                self._start(self._process)
+            if self.http.process is not None:
+                self._start()
             self.max_length = self._identify(has_adapter)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, process: ServerProcess) -> None:
-        """Starts the server, at another port and with another key each time: what is left of one that was killed must
-        neither answer nor hold the port."""
-        port = free_port()
-        api_key = secrets.token_hex(32)
-        self.http.move_to(f"{LOOPBACK}:{port}", api_key)
-        # By the environment: other users of the machine can read a command's arguments.
-        key = {"VLLM_API_KEY": api_key}
-        process.start(lambda: self.http.answers("/health"), ["--port", str(port)], key)
+    def _start(self) -> None:
+        self.http.start("/health", key_variable="VLLM_API_KEY")
 
     def _identify(self, has_adapter: bool) -> int:
         """Checks a server's model and options.
@@ -319,21 +311,17 @@ class ServerCalls:
 
     def health(self) -> None:
         """See ``VllmCalls``."""
-        if self._process is not None and (problem := self._process.problem()):
+        if self.http.process is not None and (problem := self.http.process.problem()):
             raise EngineError(problem)
         self.http.ask("GET", "/health", timeout_s=HEALTH_TIMEOUT_S)
 
     def restart(self) -> None:
         """See ``VllmCalls``."""
-        if self._process is None:
-            raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
-        self._start(self._process)
+        self._start()
         self.http.ask("POST", "/init_weight_transfer_engine", {"init_info": INIT_INFO})
 
     def close(self) -> None:
         """See ``VllmCalls``."""
-        if self._process is not None:
-            self._process.stop()
         self.http.close()
 
 

@@ -28,7 +28,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.rendezvous import bound_to_loopback, is_loopback
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
-from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
+from sfumato.runtime.weight_sync.buckets import NUM_SLOTS, Bucket, Source, empty_slots
 from sfumato.runtime.weight_sync.places import meet, open_store, reach_store
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
@@ -37,9 +37,6 @@ if TYPE_CHECKING:
 
 MAX_CTAS = 4
 """Most thread blocks of NCCL's kernels of a broadcast: a GPU has room for more than a hundred."""
-
-NUM_SLOTS = 2
-"""Buckets in memory: one is sent while another is gathered, or loaded."""
 
 POLL_S = 0.002
 """Seconds between two checks whether a broadcast has ended."""
@@ -60,10 +57,7 @@ class _Group:
 
     def __init__(self, store: Store, rank: int, access: Access, mesh: Mesh, buckets: Sequence[Bucket]) -> None:
         self.device = mesh.device if access.backend == "nccl" else torch.device("cpu")
-        self.slots = [
-            torch.empty(largest(tuple(buckets)), dtype=torch.uint8, device=self.device)
-            for _ in range(min(NUM_SLOTS, max(1, len(buckets))))
-        ]
+        self.slots = empty_slots(buckets, self.device)
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="weights")
         """Sends or receives a bucket while another is gathered, or loaded."""
         self.store: Store | None = store

@@ -22,16 +22,13 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
-from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
+from sfumato.runtime.weight_sync.buckets import NUM_SLOTS, Bucket, Source, empty_slots
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 FOLDER = "weight_sync"
 """Within the run folder."""
 
 MANIFEST = "manifest.json"
-
-NUM_SLOTS = 2
-"""Buckets in memory: one is written while another is gathered."""
 
 VISIBLE_S = 10.0
 """Seconds after which a network file system shows a folder that another node has renamed."""
@@ -53,8 +50,7 @@ class Sending(transports.Sending):
         if mesh.is_first:
             for leftover in self.root.glob("version_*"):  # of a run that was killed
                 remove(leftover)
-            size = largest(tuple(buckets))
-            self.slots = [torch.empty(size, dtype=torch.uint8) for _ in range(min(NUM_SLOTS, max(1, len(buckets))))]
+            self.slots = empty_slots(buckets)
 
     def send(self, version: int, source: Source) -> str:
         """Writes the buckets of a version; returns its folder, on every rank."""

@@ -24,15 +24,12 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
-from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
+from sfumato.runtime.weight_sync.buckets import NUM_SLOTS, Bucket, Source, largest
 from sfumato.runtime.weight_sync.places import GIVEN_UP, meet, open_store, reach_store, wait_for
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store, TCPStore
-
-NUM_SLOTS = 2
-"""Buckets in memory: one is filled while the other is read."""
 
 DEVICE = 6
 """Index of the argument of torch's rebuild_cuda_tensor that is the GPU's number, which differs between processes."""
@@ -94,7 +91,7 @@ class Sending(transports.Sending):
         if self.store is None:
             self.store = reach_store(address, settings.timeout_s)
         self.stop = threading.Event()
-        num_bytes = largest(tuple(buckets))
+        num_bytes = largest(buckets)
         self.paths: list[Path] = []
         self.slots = [self._slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
         rank_handles = {
