@@ -529,8 +529,7 @@ REAL_RL = {  # file: processes that train, description of the model
 def test_real_sizes_of_rl_fit_the_gpus_that_their_files_name(name):
     ranks, model = REAL_RL[name]
     described = {"model_path": None, "config_path": f"configs/text/models/{model}.yaml", "tokenizer_path": "bytes"}
-    overrides = {"model": described, "rollout": {"engine": {"type": "embedded"}}}
-    result = check_config(ROOT / f"configs/text_rl/{name}.yaml", overrides, device_gib=80, with_data=False)
+    result = check_config(ROOT / f"configs/text_rl/{name}.yaml", {"model": described}, device_gib=80, with_data=False)
     assert result.problems == [] and result.exit_code == 0 and result.layout.size == ranks
 
 
