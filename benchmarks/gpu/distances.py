@@ -117,7 +117,8 @@ def measure_probe(setting: Setting, mode: str) -> dict[str, Any]:
             expected = checks.reference()
             assert expected is not None
             measured, again = checks.measure(), checks.measure()
-    allowed = checks.tolerance.allowed(expected.log_probs, expected.noise)
+            noise = checks._find_noise(measured)
+    allowed = checks.tolerance.of_log_probs(expected.log_probs, noise.log_probs)
     distances = (measured.log_probs - expected.log_probs).abs()
     return {
         "share_of_allowed": float(distances.max()) / allowed,
@@ -127,7 +128,7 @@ def measure_probe(setting: Setting, mode: str) -> dict[str, Any]:
         "largest_nats": float(distances.max()),
         "mean_nats": float(distances.mean()),
         "allowed_nats": allowed,
-        "noise_nats": expected.noise,
+        "noise_nats": noise.log_probs,
         "seconds": time.perf_counter() - started,
     }
 

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +24,7 @@ from sfumato.runtime.cluster.loop import DriverLoop
 from sfumato.runtime.cluster.packing import pack, unpack
 from sfumato.runtime.cluster.placement import UNIT, Amount, Machine, Reserver, check_addresses, plan
 from sfumato.runtime.cluster.worker import OnState, RoleWorker, place_of_gpu
+from sfumato.tracking.lock import process_birth
 
 
 def of(*cpus: float) -> list[Amount]:
@@ -176,8 +176,8 @@ def test_a_process_is_killed_when_it_is_the_one_that_is_meant() -> None:
     """And not another that has got its number since."""
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
-        born = int(Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[19])
-        process_module._kill(sleeper.pid, born + 1, 0.0)
+        born = process_birth(sleeper.pid)
+        process_module._kill(sleeper.pid, f"{born}1", 0.0)
         assert sleeper.poll() is None
         process_module._kill(sleeper.pid, born, 0.0)
         assert sleeper.wait(10) == -signal.SIGKILL

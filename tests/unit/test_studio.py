@@ -121,7 +121,7 @@ def test_the_list_of_runs_says_what_each_does(client, runs):
 def write_lock(folder, **changes):
     from sfumato.tracking import lock
 
-    here = {"host": "h", "pid": os.getpid(), "born": lock._born(os.getpid()), "place": lock._machine_id()}
+    here = {"host": "h", "pid": os.getpid(), "born": lock.process_birth(os.getpid()), "place": lock._machine_id()}
     owner = Owner(**(here | {"since": "now", "token": "t"} | changes))
     (folder / "run.lock").write_text(json.dumps(vars(owner)))
 
