@@ -390,11 +390,12 @@ class RunFolder:
         return self._free_name("_", 2)
 
     def _free_name(self, separator: str, number: int) -> Path:
-        """The folder's name with the first number that is free, from ``number`` on."""
+        """The folder's name with the first number that is free, from ``number`` on, beside what a link leads to."""
         root = self.path.resolve()
         while root.with_name(f"{root.name}{separator}{number}").exists():
             number += 1
-        return self.path.parent / f"{root.name}{separator}{number}"
+        parent = root.parent if self.path.is_symlink() else self.path.parent
+        return parent / f"{root.name}{separator}{number}"
 
 
 def write_json(path: Path, value: object) -> None:

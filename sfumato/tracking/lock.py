@@ -121,6 +121,8 @@ class FolderLock:
     def move_folder(self, new_path: Path) -> None:
         """Renames the folder with its content, and holds a new, empty one in its place.
 
+        Where the folder is a link, what it leads to is renamed, and the link leads to the new one.
+
         A lock that was taken over from a dead process goes back into the renamed folder, which says how its run ended.
 
         Args:
@@ -132,14 +134,15 @@ class FolderLock:
         # A heartbeat in the middle would renew, or miss, the wrong file.
         self._released.set()
         self._thread.join()
+        folder = self.folder.resolve()
         try:
-            self.folder.rename(new_path)
+            folder.rename(new_path)
         except OSError as error:
             self._begin_to_beat()
             raise FolderError(f"{self.folder} cannot be moved to {new_path}: {error.strerror}") from error
         _put_back(new_path / NAME, self._dead_state)
         self._dead_state = None
-        self.folder.mkdir(exist_ok=True)
+        folder.mkdir(exist_ok=True)
         if not _link(self.folder / NAME, self.owner):
             self.abandon()
             raise FolderError(

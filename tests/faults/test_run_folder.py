@@ -344,12 +344,18 @@ def test_a_checkpoint_of_another_run_begins_a_fork(crashed: tuple[dict[str, Any]
 
 
 def test_a_new_run_keeps_the_tokens_that_it_made_before_it_began(tmp_path: Path) -> None:
+    (tmp_path / "large_disk/run").mkdir(parents=True)
+    (tmp_path / "run").symlink_to(tmp_path / "large_disk/run")
     config = tiny_text_config(tmp_path, train={"max_steps": 1})
     run_task_here("train_text", config)
     made = {name for name in contents(tmp_path / "run") if name.startswith("tokens/")}
     run_task_here("train_text", merge(config, {"train": {"load_checkpoint_path": "new"}}))
     assert {name for name in contents(tmp_path / "run") if name.startswith("tokens/")} == made
-    assert (tmp_path / "run.1/metrics.jsonl").exists() and not (tmp_path / "run.1/run.lock").exists()
+    # the run that a link leads to is moved, and not the link: both runs stay on that disk
+    earlier = tmp_path / "large_disk/run.1"
+    assert (earlier / "metrics.jsonl").exists() and not (earlier / "run.lock").exists()
+    assert (tmp_path / "run").is_symlink() and (tmp_path / "large_disk/run/metrics.jsonl").exists()
+    assert f"it is now {earlier}" in (tmp_path / "run/log.txt").read_text()
 
 
 def test_the_part_that_makes_the_model_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
