@@ -221,7 +221,7 @@ def _kill(pid: int, born: str, grace_s: float) -> None:
     """Kills a process of this machine if it has not ended in time; ``born`` as of ``Identity``."""
     deadline = time.monotonic() + grace_s
     # Its start is compared, since a later process may have got the same id.
-    while process_birth(pid) == born:
+    while born and process_birth(pid) == born:
         if time.monotonic() >= deadline:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
