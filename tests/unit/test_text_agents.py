@@ -171,6 +171,25 @@ def test_tool_calls_go_out_and_come_back():
     assert '"name": "add"' not in engine.prompts[2]
 
 
+def test_no_two_calls_of_a_conversation_have_the_same_id():
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+    call = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    ids = []
+
+    def do(ask, prompt):
+        messages = [user("1+1")]
+        for _ in range(2):
+            answer = said(ask(messages, tools=[tool]))
+            calls = answer["tool_calls"]
+            ids.extend(made["id"] for made in calls)
+            messages += [answer, *({"role": "tool", "tool_call_id": made["id"], "content": "2"} for made in calls)]
+        shortened = [messages[0], *messages[4:]]  # by an agent that drops what is old
+        ids.extend(made["id"] for made in said(ask(shortened, tools=[tool]))["tool_calls"])
+
+    draw(do, [f"{call}{call}{END}", f"{call}{END}", f"{call}{call}{END}"])
+    assert ids == ["call_0", "call_1", "call_2", "call_1", "call_3"]
+
+
 def test_texts_and_tokens_go_on_too():
     def do(ask, prompt):
         first = ask(None, "completions", prompt="Once")["choices"][0]["text"]
@@ -207,6 +226,14 @@ WRONG = [
     ({"messages": [user("a")], "n": 2}, 400, "n 2 is not offered"),
     ({"messages": [user("a")], "stop": ["x"]}, 400, "stop ['x'] is not offered"),
     ({"messages": [user("a")], "response_format": {"type": "json_object"}}, 400, "response_format"),
+    ({"messages": [user("a")], "repetition_penalty": 1.2}, 400, "repetition_penalty 1.2 is not offered"),
+    ({"messages": [user("a")], "functions": [{"name": "add"}]}, 400, "functions"),
+    (
+        {"messages": [user("a")], "chat_template_kwargs": {"enable_thinking": False}},
+        400,
+        "is not offered: set data.chat_template_options for the run and leave it out",
+    ),
+    ({"messages": [user("a")], "guided_choice": ["yes", "no"]}, 400, "guided_choice"),
     ({"messages": "a"}, 400, "messages must be a list"),
     ({"messages": []}, 400, "a prompt must end with a message of role user or tool, not with nothing"),
     ({"messages": [{"role": "boss", "content": "x"}]}, 400, "unknown role 'boss'"),
@@ -232,7 +259,8 @@ def test_what_cannot_be_answered_is_said():
                 ask(**fields)
             about = json.loads(caught.value.read())["error"]
             assert caught.value.code == status and why in about["message"], about
-        ask([{"role": "user", "content": [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]}])
+        parts = [{"type": "text", "text": "in "}, {"type": "text", "text": "parts"}]
+        ask([{"role": "user", "content": parts}], repetition_penalty=1.0, chat_template_kwargs={}, bad_words=None)
         raise RuntimeError("enough")
 
     drawn, sample, engine = draw(do, [f"1{END}"])

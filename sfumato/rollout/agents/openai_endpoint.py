@@ -6,7 +6,7 @@
 
 Every route requires the key of a sample that is being drawn. The run's configuration says how tokens are drawn:
 temperature, top_p and seed of a request are ignored. Fields that would change the meaning of an answer and are not
-offered (n, stop, penalties, formats) are refused.
+offered (n, stop, penalties, formats, options of the chat template) are refused.
 """
 
 from __future__ import annotations
@@ -55,10 +55,36 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "echo": (False,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto", "none"),
+    "parallel_tool_calls": (True,),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
     "top_logprobs": (0,),
     "modalities": (["text"],),
+    # of OpenAI's models, and what vLLM and SGLang take besides
+    "reasoning_effort": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "ignore_eos": (False,),
+    "stop_token_ids": ([],),
+    "stop_regex": ([], ""),
+    "bad_words": ([],),
+    "structured_outputs": ({},),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
 }
 """Fields of a request that are not offered, and the values that they may have because these change nothing."""
+
+INSTEAD = dict.fromkeys(("chat_template_kwargs", "reasoning_effort"), "set data.chat_template_options for the run and ")
+"""What says the same for all of a run, of fields for which something does."""
 
 
 def check_packages() -> None:
@@ -199,7 +225,8 @@ async def _read_body(request: Request) -> dict[str, object]:
     for name, neutral in NEUTRAL.items():
         value = body.get(name)
         if value is not None and value not in neutral:
-            raise RefusedCallError(f"{name} {value!r:.100} is not offered: leave it out", code="unsupported_value")
+            remedy = f"{INSTEAD.get(name, '')}leave it out"
+            raise RefusedCallError(f"{name} {value!r:.100} is not offered: {remedy}", code="unsupported_value")
     return body
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import itertools
 import json
 import secrets
 from collections import Counter
@@ -137,6 +138,11 @@ class Session:
         except DataError as error:
             raise RefusedCallError(str(error)) from error
         reply, end = await self._draw(point, new_tokens, max_new_tokens, tools=tools)
+        # a result names the call that it answers, so no two calls of a conversation may have the same id
+        used = {call.get("id") for message in messages for call in message.get("tool_calls") or []}
+        unused = (name for name in map("call_{}".format, itertools.count(len(used))) if name not in used)
+        for call, name in zip(reply.message.get("tool_calls", []), unused, strict=False):
+            call["id"] = name
         self.text = reply.text
         self.messages = [*messages, reply.message]
         end.history = [*history, _comparable(reply.message)]
@@ -238,7 +244,7 @@ class Session:
 
 
 def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
-    """The policy's answer as a message of role assistant.
+    """The policy's answer as a message of role assistant, whose calls have no id yet.
 
     Where any of its calls cannot be read, the whole answer remains a text.
 
@@ -250,9 +256,7 @@ def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
     if not calls or any(call.problem for call in calls):
         return {"role": "assistant", "content": text}
     functions = [{"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)} for call in calls]
-    tool_calls = [
-        {"id": f"call_{number}", "type": "function", "function": function} for number, function in enumerate(functions)
-    ]
+    tool_calls = [{"type": "function", "function": function} for function in functions]
     return {"role": "assistant", "content": without_calls(whole), "tool_calls": tool_calls}
 
 
