@@ -191,3 +191,11 @@ def test_deep_pictures_go_through_their_profile_too() -> None:
     icc = with_chunk(png_16(values), b"iCCP", b"x\0\0" + zlib.compress(GREY))
     result = np.asarray(read_image(icc, "row 1")).astype(int)
     assert (result == converted(Image.fromarray((values >> 8).astype(np.uint8)), GREY)).all()
+
+
+def test_signed_values_are_refused_which_pillow_reads_as_unsigned() -> None:
+    values = Image.fromarray(np.arange(64, dtype=np.uint8).reshape(8, 8))
+    assert read_image(written(values, "TIFF", tiffinfo={colours.SAMPLE_FORMAT: 1}), "row 1").size == (8, 8)
+    signed = written(values, "TIFF", tiffinfo={colours.SAMPLE_FORMAT: colours.SIGNED})
+    with pytest.raises(DataError, match=r"row 1: broken image .*signed integers: save it with unsigned ones"):
+        read_image(signed, "row 1")

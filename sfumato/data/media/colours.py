@@ -33,8 +33,11 @@ SRGB_GAMMA, SAME_GAMMA = 1 / 2.2, 0.01
 DEEP_BITS = 12
 """A picture of 16 bits per channel whose values all fit into so many is black to the eye, or was never scaled to 16."""
 
-PHOTOMETRIC, BITS_PER_SAMPLE = 262, 258
-"""Numbers of TIFF tags: what 0 stands for, and how many bits a value has."""
+PHOTOMETRIC, BITS_PER_SAMPLE, SAMPLE_FORMAT = 262, 258, 339
+"""Numbers of TIFF tags: what 0 stands for, how many bits a value has, and of which kind of number it is."""
+
+SIGNED = 2
+"""The sample format of signed integers."""
 
 SRGB_PRIMARIES, SRGB_TRANSFERS = {1, 2}, {1, 2, 6, 13, 14, 15}
 """Code points of ITU-T H.273 (coding-independent code points) that are shown as sRGB; 2 is "unspecified"."""
@@ -49,7 +52,7 @@ def to_srgb(image: Image.Image, is_deep: bool = False, significant_bits: int | N
         significant_bits: bits of each value that carry information, where the file states them.
 
     Raises:
-        ValueError: when the file does not tell how bright the picture is.
+        ValueError: when the file does not tell how bright the picture is, or has values of another kind.
     """
     from PIL import Image
 
@@ -114,13 +117,16 @@ def check_code_points(head: bytes, file_format: str | None) -> None:
 
 
 def _to_8_bits(image: Image.Image, is_deep: bool, significant_bits: int | None) -> Image.Image:
-    """The upper 8 bits of each value. Raises ValueError for other depths, or when the picture would be all black."""
+    """The upper 8 bits of each value. Raises ValueError for other values, or when the picture would be all black."""
     from PIL import Image
 
+    tags = getattr(image, "tag_v2", {})
     if image.mode in {"I", "F"}:
         raise ValueError(f"its pixel format {image.mode!r} is neither 8 nor 16 bits per channel")
+    # Pillow reads signed values of 8 bits as if they were unsigned: what is below 0 would be the brightest.
+    if SIGNED in tags.get(SAMPLE_FORMAT, ()):
+        raise ValueError("its values are signed integers: save it with unsigned ones of 8 or 16 bits per channel")
     if image.mode.startswith("I;16"):
-        tags = getattr(image, "tag_v2", {})
         values = np.asarray(image)
         hidden = image.info.get("transparency")
         bits = tags.get(BITS_PER_SAMPLE, (significant_bits or 16,))[0]
