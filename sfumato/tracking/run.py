@@ -89,6 +89,7 @@ class Run:
             if (steps := train.profile_steps) is not None:
                 first, last = cast("tuple[int, int]", steps)
                 self._profiler = StepProfiler(first, last, output_dir / "traces", mesh.rank)
+        self._trackers = Trackers([], self.say)  # a signal may come while those of ``begin`` start
         self._files = Sparing(self.say)
         self._owed: CheckpointError | None = None
         self._timings: dict[str, float] = {}

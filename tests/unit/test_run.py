@@ -19,6 +19,7 @@ from sfumato.config.load import load_config
 from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.alerts import Alert
 from sfumato.tracking.exit import Ending
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.progress import quiet_other_bars
@@ -282,3 +283,20 @@ def test_a_run_whose_actor_is_lost_goes_on_with_its_own_checkpoints_only(
 
     run_again_when_lost(main, config)
     assert seen == [named, again]
+
+
+def test_a_run_that_is_stopped_while_its_trackers_start_has_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(*arguments: object) -> None:
+        raise StoppedError("stopped by signal before the first step")
+
+    monkeypatch.setattr("sfumato.tracking.run.build_trackers", stop)
+    run = start(tmp_path)
+    with pytest.raises(StoppedError):
+        run.begin(10, 0, [])
+    run.write_report(ending="stopped")
+    run.alert(Alert("stopped", "the run was stopped"))
+    run.flush_alerts()
+    run.close()
+    assert (tmp_path / "run" / "report.html").is_file()
