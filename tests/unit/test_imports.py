@@ -242,7 +242,7 @@ MOST_LINES = {
     "rl_diffusion_forward": 29_650,
     "rl_text": 34_050,
     "train_autoencoder": 21_800,
-    "train_dit": 24_800,
+    "train_dit": 24_850,
     "train_dit_dpo": 26_150,
     "train_image_tokenizer": 27_500,
     "train_omni": 37_700,
