@@ -83,7 +83,9 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 """Fields of a request that are not offered, and the values that they may have because these change nothing."""
 
-INSTEAD = dict.fromkeys(("chat_template_kwargs", "reasoning_effort"), "set data.chat_template_options for the run and ")
+INSTEAD: dict[str, str] = dict.fromkeys(
+    ("chat_template_kwargs", "reasoning_effort"), "set data.chat_template_options for the run and "
+)
 """What says the same for all of a run, of fields for which something does."""
 
 
