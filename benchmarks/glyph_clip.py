@@ -125,15 +125,15 @@ def render_words(words: list[str], generator: torch.Generator) -> torch.Tensor:
 def embed_images(model: CLIPModel, images: torch.Tensor) -> torch.Tensor:
     """Of pictures ``[B, 3, 32, 32]`` from 0 to 1, float32 ``[B, 64]`` of length 1."""
     mean, std = torch.tensor([PIXEL_MEAN, PIXEL_STD])[:, :, None, None]
-    return normalize(model.get_image_features(pixel_values=(images - mean) / std).pooler_output, dim=-1)
+    return normalize(model.get_image_features(pixel_values=(images - mean) / std).pooler_output, dim=-1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def embed_texts(model: CLIPModel, tokenizer: object, texts: list[str]) -> torch.Tensor:
     """Float32 ``[B, 64]`` of length 1, padded as ``clip_score`` pads them."""
     assert callable(tokenizer)
     tokens = tokenizer(texts, padding="max_length", truncation=True, max_length=LENGTH, return_tensors="pt")
-    features = model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)
-    return normalize(features.pooler_output, dim=-1)
+    features = model.get_text_features(input_ids=tokens.input_ids, attention_mask=tokens.attention_mask)  # pyright: ignore[reportAttributeAccessIssue]
+    return normalize(features.pooler_output, dim=-1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @torch.no_grad()

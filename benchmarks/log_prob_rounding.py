@@ -52,7 +52,7 @@ def main() -> None:
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model)
     module = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
-    module.get_decoder().norm.weight.data *= arguments.scale
+    module.get_decoder().norm.weight.data *= arguments.scale  # pyright: ignore[reportAttributeAccessIssue]
     exact = copy.deepcopy(module).double()
     noisy = copy.deepcopy(exact)
     noisy.get_input_embeddings().register_forward_hook(

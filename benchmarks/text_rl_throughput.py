@@ -195,7 +195,7 @@ def run_sfumato(arguments: argparse.Namespace, folder: Path) -> None:
         log(run, step, metrics, show)
         phases.end_iteration(metrics.get("rollout/tokens", 0.0), metrics.get("rows", 0.0))
 
-    Run.log = logged
+    Run.log = logged  # pyright: ignore[reportAttributeAccessIssue]
     phases.watch(task, "generate", "draw")
     phases.watch(LanguageModel, "token_log_probs", "others")
     if arguments.profile:

@@ -299,7 +299,7 @@ def media(repeats: int) -> None:
             made, size = time.perf_counter() - started, sum(path.stat().st_size for path in cache.folder.iterdir())
             samples, taken = [store.sample(index) for index in range(count)], {}
             for _ in range(repeats):
-                ways = {"one thread": transform.reader.tensors, "threads": transform.reader.tensors}
+                ways = {"one thread": transform.reader.tensors, "threads": transform.reader.tensors}  # pyright: ignore[reportAttributeAccessIssue]
                 for way, tensors in (ways | {"cache, one thread": cache.tensors}).items():
                     begun = time.perf_counter(), time.process_time()
                     if way == "threads":
