@@ -36,10 +36,7 @@ State = Literal["ok", "missing", "broken"]
 EXTRAS = {
     "rapidocr": ("the OCR reward", "pip install rapidocr onnxruntime"),
     "opencv-python-headless": ("files of videos", "pip install opencv-python-headless"),
-    "torchvision": (
-        "editing with Qwen-Image and FLUX.2; transformers imports it wherever it is",
-        "pip install torchvision",
-    ),
+    "torchvision": ("images for editing (Qwen-Image, FLUX.2 dev)", "pip install torchvision"),
     "wandb": ("train.trackers: wandb", "pip install wandb"),
     "swanlab": ("train.trackers: swanlab", "pip install swanlab"),
     "mlflow": ("train.trackers: mlflow", "pip install mlflow"),

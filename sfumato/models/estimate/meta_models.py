@@ -25,7 +25,7 @@ from sfumato.models.diffusion.folder_parts import component_class, names_part
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
 from sfumato.models.estimate.memory_plan import Planned
-from sfumato.models.estimate.meta_vision import encoder_bytes, vision_on_meta
+from sfumato.models.estimate.meta_vision import encoder_bytes, unknown_encoders_refused, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
 from sfumato.models.language.model import check_multimodal, check_settings
 from sfumato.models.language.parts import freeze, read_model_config
@@ -229,7 +229,8 @@ def _plan_tokens(
         check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, media_format)
         mode = train.activation_checkpointing
-        encoder = encoder_bytes(model, module, vision, rows * length, mode, dtype, on_gpu)
+        with unknown_encoders_refused(module):
+            encoder = encoder_bytes(model, module, vision, rows * length, mode, dtype, on_gpu)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),
         encoder_bytes=encoder,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -58,6 +59,21 @@ def vision_on_meta(config: LanguageModelConfig, module: PreTrainedModel, data_ty
     return vision.with_reader(data_type.limited(vision.reader))
 
 
+@contextmanager
+def unknown_encoders_refused(module: nn.Module) -> Iterator[None]:
+    """Raises ConfigError, within the block, for a model whose encoder ``encoder_bytes`` cannot run or look into."""
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise ConfigError(
+            f"the memory of {type(module).__name__} cannot be predicted, since its encoder has an unknown form "
+            f"({reason}): start a run of a few steps instead (train.max_steps)"
+        ) from error
+
+
 def encoder_bytes(
     config: LanguageModelConfig,
     module: nn.Module,
@@ -83,31 +99,8 @@ def encoder_bytes(
         dtype: dtype of the computation; None is float32.
         on_gpu: count as on a GPU.
 
-    Raises:
-        ConfigError: for an encoder of another form than those that are supported by name.
+    Its blocks are found by their names, and ``get_image_features`` runs it: see ``unknown_encoders_refused``.
     """
-    try:
-        return _count_encoder_bytes(config, module, vision, num_tokens, mode, dtype, on_gpu)
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        if isinstance(error, UserError):
-            raise
-        raise ConfigError(
-            f"the memory of {type(module).__name__} cannot be predicted, since its encoder has an unknown form "
-            f"({type(error).__name__}: {str(error).partition(chr(10))[0]}): start a run of a few steps "
-            "(train.max_steps), which it is no obstacle to"
-        ) from error
-
-
-def _count_encoder_bytes(
-    config: LanguageModelConfig,
-    module: nn.Module,
-    vision: Vision,
-    num_tokens: int,
-    mode: str,
-    dtype: torch.dtype | None,
-    on_gpu: bool,
-) -> int:
-    """``encoder_bytes`` of encoders whose blocks are found by name, and that ``get_image_features`` runs."""
     from transformers import AutoModelForMultimodalLM
 
     with torch.device("meta"):

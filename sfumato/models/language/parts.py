@@ -345,7 +345,9 @@ def describe_other_keys(config: LanguageModelConfig) -> tuple[str, ...]:
     names = find_unknown_keys(CONFIG_MAPPING[cast("str", fields["model_type"])], fields, str(config.config_path))
     if not names:
         return ()
-    return (f"{config.config_path}: read as in a folder, though no fields of transformers' class: {', '.join(names)}",)
+    return (
+        f"{config.config_path}: transformers' class has no field for {', '.join(names)}: read as in a model's folder",
+    )
 
 
 def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:

@@ -180,8 +180,8 @@ def read_dump(path: Path) -> RolloutDump:
         advantages = _advantages_of(tensors)
         if any(len(values) != sum(rollout.num_rows) for values in token_values.values()):
             raise ValueError(f"values of tokens that are not {sum(rollout.num_rows)}")
-        step, vocabulary = int(metadata["step"]), metadata.get("vocabulary")
-        return RolloutDump(rollout, advantages, step, temperature, vocabulary, token_values)
+        vocabulary = metadata.get("vocabulary")
+        return RolloutDump(rollout, advantages, int(metadata["step"]), temperature, vocabulary, token_values)
     except (KeyError, IndexError, ValueError, RuntimeError) as error:
         raise DataError(f"{path} does not hold together: {type(error).__name__} {error}") from error
 

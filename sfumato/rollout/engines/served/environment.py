@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
+from sfumato.config.environment import environment_with
 from sfumato.errors import ConfigError
 
 PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -72,13 +73,11 @@ def inside(environment: Mapping[str, str]) -> Iterator[None]:
     """Has this process, and what it starts, these variables alone inside the block, for an engine whose processes are
     its children. Those that the block sets stay."""
     removed = {name: value for name, value in os.environ.items() if name not in environment}
-    before = {name: os.environ.get(name) for name, value in environment.items() if os.environ.get(name) != value}
+    changed = {name: value for name, value in environment.items() if os.environ.get(name) != value}
     for name in removed:
         del os.environ[name]
-    os.environ.update(environment)
     try:
-        yield
+        with environment_with(changed):
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         os.environ.update(removed)
