@@ -410,6 +410,35 @@ def test_out_of_memory_halves_the_batch() -> None:
     assert engine._max_batch_size < 16
 
 
+@pytest.mark.parametrize("part", ["resize", "move"])
+def test_no_request_is_lost_where_rows_find_no_memory(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those that join while the cache grows, nor those that end while other rows take their places."""
+    module, requests = make_module(), make_requests()
+    whole = complete(EmbeddedEngine(module), requests, WARM)
+    engine = EmbeddedEngine(module)
+    complete(engine, requests[:1], WARM)
+    engine._capacity = (0, 0)
+    rows_class = type(engine._prepared())
+    grow_or_move, failures = getattr(rows_class, part), []
+
+    def without_memory(self: Any, *arguments: Any) -> Any:
+        # rows that share a prompt are copied to later ones, and those that take free places to earlier ones
+        is_tried = part == "resize" or arguments[0][0] > arguments[1][0]
+        if is_tried and len(failures) < 2:
+            failures.append(arguments)
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return grow_or_move(self, *arguments)
+
+    monkeypatch.setattr(rows_class, part, without_memory)
+
+    async def draw_all() -> list[Any]:
+        drawing = asyncio.gather(*(engine.generate(request, WARM) for request in requests))
+        return await asyncio.wait_for(drawing, timeout=20)
+
+    assert [sequence.token_ids for sequence in asyncio.run(draw_all())] == [sequence.token_ids for sequence in whole]
+    assert len(failures) == 2 and engine._max_batch_size < 16
+
+
 def test_what_cannot_be_drawn_is_refused() -> None:
     module = make_module()
     engine = EmbeddedEngine(module, max_length=50)

@@ -256,7 +256,7 @@ def test_a_state_of_something_else_is_refused(state: dict[str, Any], message: st
 
 
 def run(config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, task: Any = "rl_text") -> Path:
-    monkeypatch.setattr(text_policy, "stop_tokens", lambda template: {*STOP, template.tokenizer.eos_token_id})
+    monkeypatch.setattr(text_policy, "stop_tokens", lambda template: (*STOP, template.tokenizer.eos_token_id))
     return run_task_here(task, config)
 
 

@@ -101,6 +101,7 @@ class EmbeddedEngine:
         self._capacity = (0, 0)  # rows and columns that there is memory for
         self._waiting: deque[_AwaitedRequest] = deque()
         self._state = RowState()
+        self._num_tried = 0  # sequences of the last step, or that it had no memory for
         self._driver: asyncio.Task[None] | None = None
         self._is_paused = self._is_closed = False
         # Whether any request so far has stop texts: only then the rows are decoded one by one after each token.
@@ -255,9 +256,11 @@ class EmbeddedEngine:
         stopped = self._stopped_by_text()
         ended |= stopped
         if ended.any():
-            for awaited, by_text in zip(self._leave(rows, ended), stopped[ended].tolist(), strict=True):
-                is_stop = by_text or awaited.token_ids[-1] in awaited.sampling.stop_token_ids
-                awaited.end("stop" if is_stop else "length")
+            reasons: list[FinishReason] = []
+            for row in ended.nonzero()[0].tolist():
+                is_stop = stopped[row] or int(tokens[row]) in state.progress[row].sampling.stop_token_ids
+                reasons.append("stop" if is_stop else "length")
+            self._leave(rows, ended, reasons)
 
     def _stopped_by_text(self) -> np.ndarray:
         """Which rows have completed one of their stop texts with their last token: bool ``[n]``."""
@@ -286,28 +289,32 @@ class EmbeddedEngine:
     def _admit(self, rows: Rows) -> None:
         """Gives rows to waiting requests in the order in which they came; drops those that were cancelled."""
         joining: list[_AwaitedRequest] = []
-        count = len(self._state)
-        columns = self._capacity[1] if count else 0
-        while self._waiting and count + len(joining) < self._max_batch_size:
+        first = len(self._state)
+        columns = self._capacity[1] if first else 0
+        num_looked_at = 0
+        for awaited in self._waiting:
+            if first + len(joining) >= self._max_batch_size:
+                break
             # In their order, even if a shorter one behind would fit: else a long request could wait for ever.
-            awaited = self._waiting[0]
             if not awaited.future.done():
                 wider = max(columns, rounded_up(len(awaited.context)))
-                if not self._fits(count + len(joining) + 1, wider):
+                if not self._fits(first + len(joining) + 1, wider):
                     break
                 joining.append(awaited)
                 columns = wider
+            num_looked_at += 1
+        self._num_tried = count = first + len(joining)
+        if joining:
+            more = rounded_up(max(min(awaited.longest, len(awaited.context) + SOON) for awaited in joining))
+            columns = max(columns, more) if self._fits(count, max(columns, more)) else columns
+            if count > self._capacity[0] or columns > self._capacity[1]:
+                self._resize(rows, count, columns)
+            self._state.add(joining)
+        # Only now: what fails before, as without memory for so many rows, must find them in the queue.
+        for _ in range(num_looked_at):
             self._waiting.popleft()
-        if not joining:
-            return
-        count += len(joining)
-        more = rounded_up(max(min(awaited.longest, len(awaited.context) + SOON) for awaited in joining))
-        columns = max(columns, more) if self._fits(count, max(columns, more)) else columns
-        if count > self._capacity[0] or columns > self._capacity[1]:
-            self._resize(rows, count, columns)
-        first = len(self._state)
-        self._state.add(joining)
-        rows.begin(first, [awaited.context for awaited in joining], [awaited.request.images for awaited in joining])
+        if joining:
+            rows.begin(first, [awaited.context for awaited in joining], [awaited.request.images for awaited in joining])
 
     def _fits(self, num_rows: int, num_columns: int) -> bool:
         assert self._rows is not None and self._cache_bytes is not None
@@ -317,11 +324,17 @@ class EmbeddedEngine:
         rows.resize(num_rows, num_columns)
         self._capacity = (num_rows, num_columns)
 
-    def _leave(self, rows: Rows, leaving: np.ndarray) -> list[_AwaitedRequest]:
-        """Frees the rows for which ``leaving``, bool ``[n]``, is true. Returns their requests."""
+    def _leave(
+        self, rows: Rows, leaving: np.ndarray, reasons: Sequence[FinishReason] | None = None
+    ) -> list[_AwaitedRequest]:
+        """Frees the rows for which ``leaving``, bool ``[n]``, is true. Returns their requests, which end if there are
+        reasons."""
         # Before ``leave``, which moves lengths into other rows.
         longest = int(self._state.length[: len(self._state)].max())
         requests, sources, targets = self._state.leave(leaving)
+        # Before other rows move: that takes memory, and without it nobody would know these requests any more.
+        for awaited, reason in zip(requests, reasons or (), strict=reasons is not None):
+            cast(_AwaitedRequest, awaited).end(reason)
         if len(sources):
             rows.move(sources, targets, longest)
         return cast("list[_AwaitedRequest]", requests)
@@ -341,7 +354,7 @@ class EmbeddedEngine:
 
     def _halve_batch(self, error: torch.OutOfMemoryError) -> None:
         """After an out-of-memory error: halves the number of sequences at a time, and begins with empty caches."""
-        count = len(self._state)
+        count = self._num_tried
         if count <= 1:
             self._fail(EngineError(f"one sequence does not fit into the device's memory: {error}"))
             return
