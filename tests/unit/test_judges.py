@@ -345,6 +345,13 @@ def test_a_reply_is_decoded_as_servers_send_it():
             decode_reply(broken)
 
 
+def test_the_text_of_a_reply_in_parts_is_read_without_its_reasoning() -> None:
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "No, or is it?"}]}
+    parts = [thinking, {"type": "text", "text": "Y"}, {"type": "text", "text": "es"}]
+    sent = {"choices": [{"message": {"role": "assistant", "content": parts}, "finish_reason": "stop"}]}
+    assert decode_reply(json.dumps(sent).encode()) == ChatReply("Yes", "", "stop", ())
+
+
 # Fields, and the share of what cannot be read
 
 

@@ -93,7 +93,7 @@ def decode_reply(data: bytes) -> ChatReply:
         raise BadAnswerError(f"the answer is no chat completion (body: Invalid JSON: {error}): {excerpt!r}") from error
     tokens = (choice.logprobs.content if choice.logprobs else None) or []
     return ChatReply(
-        text=choice.message.content or "",
+        text=choice.message.text,
         refusal=choice.message.refusal or "",
         finish_reason=choice.finish_reason or "",
         first_token=tuple((candidate.token, candidate.logprob) for candidate in tokens[0].top_logprobs)
@@ -133,9 +133,21 @@ class _Logprobs(BaseModel):
     content: list[_Token] | None = None
 
 
+class _ContentPart(BaseModel):
+    type: str
+    text: str = ""
+
+
 class _ChatMessage(BaseModel):
-    content: str | None = None
+    content: str | list[_ContentPart] | None = None
     refusal: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The reply itself. Servers of models that reason may send a list of parts, with the reasoning in one."""
+        if isinstance(self.content, list):
+            return "".join(part.text for part in self.content if part.type in ("text", "output_text"))
+        return self.content or ""
 
 
 class _Choice(BaseModel):
