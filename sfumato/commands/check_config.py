@@ -53,7 +53,7 @@ from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
 from sfumato.models.estimate.meta_models import language_model_on_meta
 from sfumato.models.estimate.meta_vision import vision_on_meta
 from sfumato.models.language.load import build_tokenizer, read_model_config
-from sfumato.models.language.parts import where_described
+from sfumato.models.language.parts import source_of, where_described
 from sfumato.models.language.router_loss import (
     adds_router_loss,
     asked_coefficient,
@@ -62,6 +62,7 @@ from sfumato.models.language.router_loss import (
     refuse_router_loss,
 )
 from sfumato.models.language.source_folder import describe_jitter, describe_left_out
+from sfumato.models.language.untrained_tokens import describe_untrained_tokens
 from sfumato.parallel.layout import Layout
 from sfumato.tracking.folder import run_date
 from sfumato.tracking.run import quiet_libraries
@@ -253,6 +254,7 @@ def _print_progress(doing: str, show: bool) -> None:
 
 def _look_at_data(findings: Findings, config: TaskConfig) -> None:
     """Puts what the data holds into the findings; what would stop the run becomes a problem."""
+    tokenizer: PreTrainedTokenizerBase | None = None
     try:
         if isinstance(config, TrainTextConfig):
             tokenizer, reader = _tokenizer_of(findings, config)
@@ -287,6 +289,9 @@ def _look_at_data(findings: Findings, config: TaskConfig) -> None:
         ):
             findings.notes.append("data.max_bad_rows leaves such rows out")
     findings.notes.extend(findings.data.notes)
+    if isinstance(config, TrainTextConfig | TextRLConfig) and tokenizer is not None and config.model.lora is not None:
+        folder = source_of(config.model)
+        findings.notes.extend([] if folder is None else describe_untrained_tokens(folder, tokenizer))
 
 
 def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLConfig) -> None:

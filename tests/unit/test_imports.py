@@ -247,7 +247,7 @@ MOST_LINES = {
     "train_image_tokenizer": 27_500,
     "train_omni": 37_700,
     "train_text": 28_100,
-    "train_text_dpo": 28_000,
+    "train_text_dpo": 28_050,
     "train_text_kto": 28_200,
     "train_text_reward": 27_300,
 }

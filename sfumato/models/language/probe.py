@@ -115,7 +115,12 @@ def probe(
         ConfigError: when no way that the configuration allows gives what transformers gives; the message says what
             differs and which setting is right. With ``train.probe: warn`` that is logged instead.
     """
-    for line in model.notes:
+    lines = [*model.notes]
+    if trains and isinstance(config, LanguageModelConfig) and config.lora is not None and model.source is not None:
+        from sfumato.models.language.untrained_tokens import describe_untrained_tokens
+
+        lines += describe_untrained_tokens(model.source, model.tokenizer)
+    for line in lines:
         say(line)
     documents = make_documents(model, train, max_seq_len)
     checks = Checks(model, documents, train, _num_copies(train), trains)

@@ -218,13 +218,7 @@ def settle_head(folder: Path, config: PreTrainedConfig) -> None:
     """
     if not getattr(config, "tie_word_embeddings", False):
         return
-    path_of: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as file:
-                path_of |= {name: path for name in file.keys() if name.endswith((*HEADS, *EMBEDDINGS))}  # noqa: SIM118
-        except (SafetensorError, OSError):
-            return  # reading the weights will report the broken file
+    path_of = find_matrices(folder, (*HEADS, *EMBEDDINGS))
     heads = [name for name in path_of if name.endswith(HEADS)]
     embeddings = [name for name in path_of if name.endswith(EMBEDDINGS)]
     if len(heads) != 1 or len(embeddings) != 1:
@@ -242,6 +236,18 @@ def settle_head(folder: Path, config: PreTrainedConfig) -> None:
         f"is another matrix than {embedding}: set tie_word_embeddings to false if the two were trained apart, or "
         f"remove {head}"
     )
+
+
+def find_matrices(folder: Path, ends: tuple[str, ...]) -> dict[str, Path]:
+    """The file of each tensor of a folder whose name ends so; none where a file is broken, which reading reports."""
+    path_of: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt") as file:
+                path_of |= {name: path for name in file.keys() if name.endswith(ends)}  # noqa: SIM118
+        except (SafetensorError, OSError):
+            return {}
+    return path_of
 
 
 def _read_end_rows(path: Path, name: str) -> Tensor:
