@@ -123,6 +123,24 @@ def test_broken_files_are_named(kind: str, tmp_path: Path) -> None:
         assert str(caught.value).startswith("table.jsonl, row 3: ")
 
 
+@pytest.mark.parametrize("kind", ["WAV", "RF64", "W64", "AIFF", "AU"])
+def test_truncated_files_of_every_kind_that_states_its_size_are_refused(kind: str) -> None:
+    content = sound_file(WAVE, kind=kind, subtype="PCM_16")
+    assert read_waveform(content, 8000, 1, 1000, "row 3")[1] == 1000
+    with pytest.raises(DataError, match=f"{len(content) - 9000} of {len(content)} bytes are there; it is truncated"):
+        read_waveform(content[:-9000], 8000, 1, 1000, "row 3")
+
+
+@pytest.mark.parametrize("size", [2**32 - 1, 0x7FFFF024])
+def test_files_from_a_pipe_do_not_state_their_size(size: int) -> None:
+    content = sound_file(WAVE)
+    data = content.index(b"data") + 4
+    sizes = [number.to_bytes(4, "little") for number in (size, size - 36 if size < 2**31 else size)]
+    piped = content[:4] + sizes[0] + content[8:data] + sizes[1] + content[data + 4 :]
+    whole, milliseconds = read_waveform(piped, 8000, 1, 1000, "row 3")
+    assert milliseconds == 1000 and (whole == read_waveform(content, 8000, 1, 1000, "row 3")[0]).all()
+
+
 def variable_mp3(loud: np.ndarray, quiet: np.ndarray, folder: Path) -> bytes:
     """An MP3 file whose bit rate changes, and without the frame whose table says its length."""
     path = folder / "variable.mp3"

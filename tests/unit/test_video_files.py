@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from sfumato.data.media.video_files import examine_video
 from sfumato.data.media.videos import check_video, frames_at, read_frames
 from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.errors import DataError
@@ -146,6 +147,48 @@ def test_frames_of_animated_images_are_taken_at_their_time(kind: str, tmp_path: 
     first.save(path, save_all=True, append_images=others, duration=100, **lossless)
     assert shades(path, 8) == [*range(8)]
     assert shades(path, 4) == [0, 2, 5, 7]
+
+
+def test_a_truncated_video_is_broken(tmp_path: Path) -> None:
+    """Half of a download would be taken for the whole video."""
+    content = write_shades(tmp_path / "a.mkv", range(0, 800, 40)).read_bytes()
+    assert len(read_frames(content, 2, "row 1")) == 2
+    with pytest.raises(DataError, match=r"row 1: broken video .*: only \d+ of \d+ frames can be read; it is truncated"):
+        read_frames(content[: len(content) // 2], 2, "row 1")
+
+
+def test_a_video_that_varies_its_rate_or_begins_late_is_whole(tmp_path: Path) -> None:
+    """Matroska states no number of frames, and MP4 also that of frames that an edit list hides."""
+    varying = write_shades(tmp_path / "a.mkv", [*range(0, 400, 40), 1400, 2400])
+    trimmed = write_shades(tmp_path / "a.mp4", range(-400, 400, 40))
+    for path in (varying, trimmed):
+        head = examine_video(path, "row 1", "", 100, 10**6)
+        assert head.num_frames < 0.7 * head.stated and not head.is_truncated
+    assert shades(varying, 2) == [0, 11]
+    assert shades(trimmed, 2) == [10, 19]
+
+
+def test_a_video_whose_sound_is_longer_is_whole(tmp_path: Path) -> None:
+    path = write_shades(tmp_path / "a.mkv", range(0, 400, 40))
+    head = examine_video(path, "row 1", "", 100, 10**6)
+    assert head.seconds == 0.4 and not head._replace(stated=100).is_truncated
+    assert head._replace(stated=100, seconds=4.0).is_truncated
+
+
+@pytest.mark.parametrize("opacity", [255, 254, 0])
+def test_a_transparent_video_is_refused_with_the_remedy(opacity: int, tmp_path: Path) -> None:
+    """OpenCV shows what lies below its transparent parts, which no player does."""
+    pixels = np.full((48, 64, 4), opacity, np.uint8)
+    with av.open(str(tmp_path / "a.mov"), "w") as container:
+        stream = container.add_stream("qtrle", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 48, "argb"
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgba")))
+        container.mux(stream.encode())
+    if opacity == 255:
+        check_video(tmp_path / "a.mov", "row 1")
+        return
+    with pytest.raises(DataError, match=r"row 1: video \(.*a.mov\) has transparent parts, .* color and overlay"):
+        check_video(tmp_path / "a.mov", "row 1")
 
 
 def test_frames_of_nearly_even_length_are_those_of_a_constant_rate() -> None:

@@ -33,10 +33,6 @@ have them in the last."""
 FRAMES_PER_SECOND = 2.0
 """Frames that are taken of each second where the folder does not say it."""
 
-TRUNCATED = 0.9
-"""A video of whose stated frames a smaller share can be read counts as truncated. It is below 1 since some files state
-more frames than they have."""
-
 
 @dataclass(frozen=True)
 class Clip:
@@ -163,11 +159,6 @@ class VideoProcessor:
             return self.choose(total, fps)
 
         video = read_video(source, where, choose)
-        if video.total < TRUNCATED * video.stated:
-            raise DataError(
-                f"{where}: broken video ({source if isinstance(source, Path) else 'its bytes'}): only {video.total} of "
-                f"{video.stated:.0f} frames can be read; it is truncated"
-            )
         frames = []
         for frame in video.frames:
             if not frames:

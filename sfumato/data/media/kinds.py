@@ -15,7 +15,10 @@ IMAGE_ENDINGS = {
     ".png", ".jpg", ".jpeg", ".jpe", ".jfif", ".webp", ".bmp", ".dib", ".gif", ".tif", ".tiff", ".avif", ".apng"
 }  # fmt: skip
 
-VIDEO_ENDINGS = {".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".flv", ".wmv"}
+VIDEO_ENDINGS = {
+    ".mp4", ".mov", ".mkv", ".webm", ".avi", ".m4v", ".mpg", ".mpeg", ".ts", ".mts", ".m2ts", ".flv", ".wmv", ".asf",
+    ".3gp", ".3g2", ".ogv"
+}  # fmt: skip
 """Endings of files that OpenCV reads."""
 
 SOUND_ENDINGS = {".wav", ".flac", ".mp3", ".ogg", ".opus", ".oga", ".aif", ".aiff", ".au", ".w64", ".rf64", ".caf"}

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,6 +21,13 @@ if TYPE_CHECKING:
 
 SAME_LENGTH = 0.02
 """Share by which the length that an MP3 file's reader tells may differ from that of its frames."""
+
+
+HEAD_BYTES = 28
+"""Of a file, in which it says its size."""
+
+LARGEST_KNOWN = 0x7FFFF000
+"""A size of 32 bits above this stands for one that is not known: ffmpeg writes all ones, SoX and arecord less."""
 
 
 @dataclass(frozen=True)
@@ -114,10 +121,10 @@ def check_all_there(source: File, samples: np.ndarray, wanted: int, where: str) 
         DataError: when the file is truncated, empty, or has samples that are not finite.
     """
     shown = describe_file(source)
+    # libsndfile reads what there is of such a truncated file without an error
     head, size = _head_of(source)
-    # libsndfile reads what there is of a truncated .wav file without an error. A size of all ones means "not known".
-    if head[:4] == b"RIFF" and size - 8 < (stated := int.from_bytes(head[4:8], "little")) < 2**32 - 1:
-        raise DataError(f"{where}: broken audio ({shown}): {size} of {stated + 8} bytes are there; it is truncated")
+    if size < (stated := _stated_size(head)):
+        raise DataError(f"{where}: broken audio ({shown}): {size} of {stated} bytes are there; it is truncated")
     if len(samples) == 0 or len(samples) < wanted:
         raise DataError(f"{where}: broken audio ({shown}): {len(samples)} of {wanted} samples can be read")
     if not np.isfinite(samples).all():
@@ -127,9 +134,30 @@ def check_all_there(source: File, samples: np.ndarray, wanted: int, where: str) 
 def _head_of(source: File) -> tuple[bytes, int]:
     """The first bytes of a file, and its size."""
     if isinstance(source, bytes):
-        return source[:8], len(source)
+        return source[:HEAD_BYTES], len(source)
     with source.open("rb") as file:
-        return file.read(8), source.stat().st_size
+        return file.read(HEAD_BYTES), source.stat().st_size
+
+
+def _stated_size(head: bytes) -> int:
+    """Bytes that a file says it has, by its head: of WAV, RF64, Wave64, AIFF or AU; 0 where it says none."""
+
+    def number(start: int, size: int, order: Literal["little", "big"]) -> int:
+        return int.from_bytes(head[start : start + size], order)
+
+    kind = head[:4]
+    if kind == b"RIFF":
+        stated = number(4, 4, "little") + 8
+    elif kind == b"FORM":
+        stated = number(4, 4, "big") + 8
+    elif kind == b".snd":
+        stated = number(4, 4, "big") + number(8, 4, "big")
+    elif kind == b"RF64":
+        return number(20, 8, "little") + 8
+    else:
+        return number(16, 8, "little") if kind == b"riff" else 0
+    # programs that write into a pipe do not know the size yet
+    return 0 if stated > LARGEST_KNOWN else stated
 
 
 def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound:

@@ -11,6 +11,7 @@ import io
 import itertools
 import json
 import os
+import re
 import resource
 import select
 import struct
@@ -27,6 +28,9 @@ from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
     import cv2
+    from av import VideoFrame
+    from av.container import InputContainer
+    from av.video.stream import VideoStream
 
 File = Path | bytes
 
@@ -46,7 +50,11 @@ UNSPECIFIED = 2
 """The code point of colours of which nothing is said."""
 
 FIRST_FRAMES = 8
-"""Frames that are looked at for whether they are interlaced."""
+"""Frames that are looked at for whether they are interlaced or transparent."""
+
+TRUNCATED = 0.9
+"""A video of whose stated frames, and of whose stated length, a smaller share can be read counts as truncated. It is
+below 1 since some files state more than they have."""
 
 _HEADER = struct.Struct("<BqqQ")  # whether a path follows, most frames and pixels, length of what follows
 
@@ -70,8 +78,22 @@ class VideoHead(NamedTuple):
     """Code points of its colours (ITU-T H.273); 2, which is "unspecified", also without PyAV."""
     is_interlaced: bool
     """Whether a frame among the first holds lines of two moments; False without PyAV."""
+    is_transparent: bool
+    """Whether a frame among the first is not opaque; False without PyAV."""
+    seconds: float
+    """Length that the file states, which is not that of ``stated`` frames where its rate varies or a part is cut off by
+    an edit list; 0 where it states none, and without PyAV."""
     times: list[float]
     """Milliseconds at which each of ``num_frames`` is shown."""
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether far fewer frames can be read than the file states, and these do not fill its length."""
+        if self.num_frames >= TRUNCATED * self.stated:
+            return False
+        filled = (self.times[-1] - self.times[0]) / 1000  # up to the beginning of the last frame
+        filled += filled / (self.num_frames - 1) if self.num_frames > 1 else 1 / self.fps
+        return filled < TRUNCATED * (self.seconds or self.stated / self.fps)
 
 
 def open_video(source: File) -> cv2.VideoCapture:
@@ -221,9 +243,9 @@ def _pixel_ratio(video: cv2.VideoCapture) -> float:
     return high / wide if turned % 180 == 90 else wide / high
 
 
-def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool]:
-    """``primaries`` to ``is_interlaced`` of ``VideoHead``, which OpenCV does not tell."""
-    unknown = UNSPECIFIED, UNSPECIFIED, UNSPECIFIED, False
+def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool, bool, float]:
+    """``primaries`` to ``seconds`` of ``VideoHead``, which OpenCV does not tell."""
+    unknown = UNSPECIFIED, UNSPECIFIED, UNSPECIFIED, False, False, 0.0
     try:
         import av
         from av.error import FFmpegError
@@ -235,11 +257,34 @@ def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool]:
             if not container.streams.video:
                 return unknown
             first = list(itertools.islice(container.decode(video=0), FIRST_FRAMES))
-            context = container.streams.video[0].codec_context
+            stream = container.streams.video[0]
+            context = stream.codec_context
             code_points = int(context.color_primaries), int(context.color_trc), int(context.colorspace)
-            return *code_points, any(frame.interlaced_frame for frame in first)
+            # FFmpeg's decoders of VP8 and VP9 leave out the alpha channel that WebM announces
+            is_transparent = stream.metadata.get("alpha_mode") == "1" or any(map(_has_transparency, first))
+            is_interlaced = any(frame.interlaced_frame for frame in first)
+            return *code_points, is_interlaced, is_transparent, _stated_seconds(container, stream)
     except (FFmpegError, ValueError):  # whether frames can be read is for OpenCV to say
         return unknown
+
+
+def _has_transparency(frame: VideoFrame) -> bool:
+    """Whether some of a frame's pixels are not opaque."""
+    if not any(component.is_alpha for component in frame.format.components):
+        return False
+    return bool(frame.to_ndarray(format="rgba")[..., 3].min() < 255)
+
+
+def _stated_seconds(container: InputContainer, stream: VideoStream) -> float:
+    """``VideoHead.seconds``: of the pictures, where the container says it apart from that of the sound."""
+    import av
+
+    if stream.duration and stream.time_base:
+        return float(stream.duration * stream.time_base)
+    if tag := re.match(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):  # of Matroska and WebM
+        hours, minutes, seconds = map(float, tag.groups())
+        return 3600 * hours + 60 * minutes + seconds
+    return (container.duration or 0) / av.time_base
 
 
 if __name__ == "__main__":

@@ -46,8 +46,6 @@ class Video:
 
     total: int
     """Frames of the file that can be read."""
-    stated: float
-    """Frames that the file says it has; 0 or less where it does not."""
     fps: float
     """Frames per second of the file, not a number where it says none."""
     indices: Sequence[int]
@@ -116,7 +114,7 @@ def read_video(source: File, where: str, choose: Callable[[VideoHead], Sequence[
             wanted, ascending.
 
     Raises:
-        DataError: when it is broken, far too large, or of colours that are not converted.
+        DataError: when it is broken, truncated, far too large, or of colours that are not converted.
         MissingDependencyError: when OpenCV is missing.
     """
     head = _examine(source, where, MAX_FRAMES + 1)
@@ -126,10 +124,15 @@ def read_video(source: File, where: str, choose: Callable[[VideoHead], Sequence[
         raise DataError(f"{where}: broken video ({describe_source(source)}): {problem}")
     if not head.fps > 0:
         head = head._replace(fps=float("nan"))
+    elif head.is_truncated:
+        raise DataError(
+            f"{where}: broken video ({describe_source(source)}): only {total} of {head.stated:.0f} frames can be read; "
+            "it is truncated"
+        )
     indices = choose(head)
     frames = _read_chosen(open_video(source), indices, total, f"{where}: broken video ({describe_source(source)})")
     square = _in_square_pixels(frames, head.pixel_ratio) if head.pixel_ratio != 1 else frames
-    return Video(total, head.stated, head.fps, indices, square)
+    return Video(total, head.fps, indices, square)
 
 
 def _examine(source: File, where: str, most_frames: int) -> VideoHead:
@@ -151,6 +154,11 @@ def _examine(source: File, where: str, most_frames: int) -> VideoHead:
         raise DataError(
             f"{where}: video ({shown}) is interlaced, with lines of two moments in each frame: make frames of them "
             "(ffmpeg -vf bwdif)"
+        )
+    if head.is_transparent:
+        raise DataError(
+            f"{where}: video ({shown}) has transparent parts, below which any colours may lie: lay it over one colour "
+            "(ffmpeg's filters color and overlay)"
         )
     stretch = max(head.pixel_ratio, 1 / head.pixel_ratio)
     if stretch > WIDEST_PIXEL:
