@@ -244,7 +244,7 @@ MOST_LINES = {
     "train_autoencoder": 21_800,
     "train_dit": 24_850,
     "train_dit_dpo": 26_150,
-    "train_image_tokenizer": 27_500,
+    "train_image_tokenizer": 27_550,
     "train_omni": 37_700,
     "train_text": 28_100,
     "train_text_dpo": 28_000,
