@@ -67,11 +67,11 @@ class ChatSession:
             UserError: when an image is broken or not taken, or the conversation is longer than the model takes.
         """
         content: str | list[dict[str, str]] = text
-        if images:
-            if not self.model.data_type.has_images:
-                raise DataError("this model sees no images: its folder has no processor for them")
+        if self.model.data_type.has_images:  # in a text by itself <image> would ask for an image
             content = [{"type": "image", "path": str(image.absolute())} for image in images]
             content.append({"type": "text", "text": text})
+        elif images:
+            raise DataError("this model sees no images: its folder has no processor for them")
         messages = [*self.messages, {"role": "user", "content": content}]
         (prompt,) = self.model.prompts_of([{"prompt": messages}])
         answer = self._draw(prompt, show)

@@ -16,7 +16,9 @@ from PIL import Image
 
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.document_media import images_of
+from sfumato.data.text.prompt_formats.images import ImagePrompts
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.language.probe import probe
@@ -236,6 +238,29 @@ def test_vllm_is_given_images_of_the_qwen_models_alone(tmp_path: Path) -> None:
             RenderedImages(reader, None)
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        {"prompt": [{"role": "user", "content": "<image>What?"}], "reward_model": {"ground_truth": "7"}},
+        {"question": "<image>What?", "answer": "It is\n#### 7"},
+        {"instruction": "<image>What?", "output": "7"},
+        {
+            "messages": [
+                {"role": "user", "content": "<image>What?"},
+                {"role": "assistant", "content": [{"type": "text", "text": "7"}]},
+            ]
+        },
+    ],
+    ids=["verl's geo3k", "gsm8k", "alpaca", "messages"],
+)
+def test_rows_with_images_are_told_by_their_columns_as_those_without(columns: dict[str, Any]) -> None:
+    row = FiledRow({**columns, "images": [{"bytes": picture(16, 16), "path": None}]})
+    prompt = ImagePrompts().read(row, "row 1")
+    assert prompt.metadata["answer"] == "7" and "images" not in prompt.metadata
+    assert not isinstance(prompt.content, str) and len(prompt.images) == 1
+    assert [part["type"] for part in prompt.content[-1]["content"]] == ["image", "text"]
+
+
 def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:
     config = tiny_vision_rl_config(tmp_path)
     path = Path(config["data"]["train_path"])
@@ -245,6 +270,7 @@ def test_broken_images_are_named_with_file_and_row(tmp_path: Path) -> None:
         ({"prompt": "<image>What?", "images": ["cut.png"]}, "cut.png"),
         ({"prompt": "<image>What?", "images": ["none.png"]}, "none.png"),
         ({"prompt": "What?", "images": ["cut.png"]}, "no place in a message"),
+        ({"prompt": "<image>What?"}, "column 'images' holds none"),
         ({"prompt": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}]}]}, "video"),
         ({"prompt": [{"role": "user", "content": []}]}, "not nothing"),
     ]

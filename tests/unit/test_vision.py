@@ -187,6 +187,7 @@ def broken_rows():
     frames = [Image.new("RGB", (16, 16), color) for color in ("red", "blue")]
     animated = saved(frames[0], "GIF", save_all=True, append_images=frames[1:])
     ask = [{"type": "text", "text": "What?"}]
+    plain_file = saved(plain)
     return {
         "truncated": ([{"type": "image", "image": data_url(whole[:-400])}, *ask], {}, "broken image"),
         "empty": ([{"type": "image", "image": "data:image/png;base64,"}, *ask], {}, "broken image"),
@@ -201,6 +202,23 @@ def broken_rows():
         "text": ([{"type": "image", "image": data_url(b"no image")}, *ask], {}, "it is no PNG"),
         "base64": ([{"type": "image", "base64": "%%%"}, *ask], {}, "no valid base64"),
         "address": ([{"type": "image", "url": "https://example.org/a.png"}, *ask], {}, "not downloaded"),
+        "none": (
+            "<image>What?",
+            {"images": []},
+            "<image> stands for an image, and the row's column 'images' holds none",
+        ),
+        "another column": ("<image>What?", {"picture": "a.png"}, "column 'images' holds none"),
+        "Qwen-VL": ("<img>a.png</img>What?", {}, "<img>a.png</img>, as in data for the first Qwen-VL, is not read"),
+        "its own limit": (
+            [{"type": "image", "image": data_url(plain_file), "max_pixels": 64}, *ask],
+            {},
+            "max_pixels of a single part cannot be followed",
+        ),
+        "video in a column": (
+            "<video>What?",
+            {"videos": ["a.mp4"]},
+            "which is not read here: take data.data_type media",
+        ),
         "too few": ("<image> and <image>?", {"images": [saved(plain)]}, "an image is missing.*has 1"),
         "too many": ("<image>?", {"images": [saved(plain)] * 3}, "2 of 3 images in its column have no place"),
         "null": ("<image>?", {"images": [None]}, "is null"),
@@ -221,6 +239,17 @@ def test_broken_images_are_named(transform, name):
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}], **columns}
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 7.*{message}"):
         transform(FiledRow(row), "rows.jsonl, line 7")
+
+
+def test_a_mark_that_is_only_mentioned_stays_text(transform):
+    mention = "docker run <image>"
+    said = [
+        {"role": "user", "content": [{"type": "text", "text": mention}]},
+        {"role": "assistant", "content": mention},
+    ]
+    (sample,) = transform(FiledRow({"messages": said, "images": []}), "row 1")
+    text = transform.reader.tokenizer.decode(sample.documents[0].input_ids.tolist())
+    assert text.count(mention) == 2 and sample.documents[0].images is None
 
 
 @pytest.fixture(scope="module")

@@ -137,6 +137,7 @@ class OmniConversation(ImageConversation):
 class OmniTransform(ImageConversationTransform):
     """A conversation with images that are seen and drawn; the loss mask holds the assistant's tokens."""
 
+    draws: ClassVar[bool] = True
     reader: DrawingReader
 
     def files(self, row: FiledRow, where: str) -> list[Medium]:

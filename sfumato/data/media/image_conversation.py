@@ -31,6 +31,15 @@ message's text marks the place of the next one of its column."""
 KEYS = ("path", "url", "bytes", "base64")
 """Keys of a message's part that may hold its file, besides the key that is called like the part's type."""
 
+PART_LIMITS = (
+    *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
+    *("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+)
+"""Keys of a message's part by which qwen_vl_utils sizes or cuts one medium alone, which is refused here."""
+
+QWEN_MARK = re.compile(r"<img>[^<\n]+</img>")
+"""How data for the first Qwen-VL, and older data of ms-swift, names an image within a text."""
+
 
 @dataclass(frozen=True)
 class ImageConversation(ImageLimits, TextFormat):
@@ -64,6 +73,8 @@ class ImageConversationTransform:
 
     documents_per_sample: ClassVar[int] = 1
     has_images: ClassVar[bool] = True
+    draws: ClassVar[bool] = False
+    """Whether media may stand in answers, too."""
     template: ChatTemplate
     reader: ImageReader
     keys: list[str]
@@ -147,11 +158,11 @@ class ImageConversationTransform:
 
     def _take(self, messages: Messages, row: FiledRow, where: str) -> tuple[Messages, list[Medium]]:
         """As ``_read``, for messages that have been read from the row."""
-        return take_media(messages, row, where, self.reader.media)
+        return take_media(messages, row, where, self.reader.media, self.draws)
 
 
 def take_media(
-    messages: Messages, row: FiledRow, where: str, media: Sequence[str] = ("image",)
+    messages: Messages, row: FiledRow, where: str, media: Sequence[str] = ("image",), draws: bool = False
 ) -> tuple[Messages, list[Medium]]:
     """Messages whose contents are lists of parts, and the files of the images and other media that these name.
 
@@ -160,9 +171,11 @@ def take_media(
         row: its columns may hold files, and it knows the folder that paths are relative to.
         where: file and row, for messages.
         media: kinds of media that are allowed.
+        draws: whether a mark in an answer asks for a file, too, and is no text that the model is to write.
 
     Raises:
-        DataError: when a file is missing or is no file, or a file of a column has no place in a message.
+        DataError: when a file is missing or is no file, a file of a column has no place in a message, or a mark in a
+            message that is a text has no file.
     """
     unplaced_files = {kind: _read_column(row, kind, where) for kind in media}
     num_files = {kind: len(column) for kind, column in unplaced_files.items()}
@@ -172,6 +185,9 @@ def take_media(
         if message.get("content") is None:
             continue
         place = f"{where}: message {index + 1}"
+        if isinstance(message["content"], str) and (draws or message.get("role") != "assistant"):
+            _refuse_marks_without_files(message["content"], place, num_files)
+            _refuse_marks_not_read(message["content"], place, row, media)
         parts = []
         for part in _split_content(message["content"], place, num_files):
             if part["type"] == "text":
@@ -216,6 +232,35 @@ def _read_column(row: FiledRow, kind: str, where: str) -> list[object]:
     return list(values)
 
 
+def _refuse_marks_without_files(text: str, place: str, num_files: Mapping[str, int]) -> None:
+    """Raises DataError for a mark such as ``<image>`` in a message that is a text, in a row without files of its kind.
+
+    The model would be trained on the mark's letters, and without the image. Arguments are those of ``_split_content``.
+    """
+    for kind in (kind for kind, number in num_files.items() if not number):
+        if f"<{kind}>" in text:
+            raise DataError(
+                f"{place}: <{kind}> stands for {NAMES[kind]}, and the row's column '{COLUMNS[kind][0]}' holds none: "
+                "give it; a text that only mentions it is written as a list of parts, "
+                '[{"type": "text", "text": ...}]'
+            )
+    if mark := QWEN_MARK.search(text):
+        raise DataError(
+            f"{place}: {mark[0]}, as in data for the first Qwen-VL, is not read: write <image> there, and the file in "
+            "the column 'images'"
+        )
+
+
+def _refuse_marks_not_read(text: str, place: str, row: FiledRow, media: Sequence[str]) -> None:
+    """Raises DataError for a mark with a file in the row's column, of a kind that is not among ``media``."""
+    for kind in (kind for kind in COLUMNS if kind not in media and f"<{kind}>" in text):
+        if _read_column(row, kind, place):
+            raise DataError(
+                f"{place}: <{kind}> stands for {NAMES[kind]}, which is not read here: take data.data_type "
+                "media_conversation (media_preference, of RL media_prompts) and a model that takes it"
+            )
+
+
 def _split_content(content: object, place: str, num_files: Mapping[str, int]) -> list[JsonObject]:
     """The parts of a message's content, in order: texts, images and other media.
 
@@ -239,6 +284,11 @@ def _split_content(content: object, place: str, num_files: Mapping[str, int]) ->
     for part in content:
         kind = str(part.get("type"))
         if kind.removesuffix("_url") in num_files:
+            if refused := next((key for key in PART_LIMITS if part.get(key) is not None), None):
+                raise DataError(
+                    f"{place}: {refused} of a single part cannot be followed: the limits of data.data_type are for all "
+                    "media, and videos are read whole: remove it"
+                )
             value = part.get(kind) if kind.endswith("_url") else None
             kind = kind.removesuffix("_url")
             url = value["url"] if isinstance(value, dict) else value  # OpenAI's parts nest the address in a mapping

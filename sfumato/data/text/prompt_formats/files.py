@@ -11,7 +11,7 @@ from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.text.format import find_key
-from sfumato.data.text.messages import read_messages, read_tools, without_absent
+from sfumato.data.text.messages import as_text, read_messages, read_tools, without_absent
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow, other_columns, text_or_messages
 from sfumato.data.text.row_layouts import ask_of_alpaca, has_columns
 from sfumato.errors import DataError
@@ -55,7 +55,7 @@ class Prompts(PromptFormat):
             others = "; ".join(dict.fromkeys(other.columns for other, _ in told_by_columns()))
             raise DataError(
                 f"{where}: no column 'prompt'; its columns are {', '.join(row)}. Name the column in data.data_type, "
-                f"{{type: prompts, prompt_key: COLUMN}}, or take rows of {others}"
+                f"{{type: {self.type}, prompt_key: COLUMN}}, or take rows of {others}"
             )
         return find_key(row, [self.prompt_key], where)
 
@@ -120,7 +120,9 @@ class ShareGPT(PromptFormat):
         metadata = other_columns(row, key, "tools", "system")
         if messages[-1].get("role") == "assistant":
             *messages, answer = messages
-            metadata["answer"] = answer.get("content")
+            content = answer.get("content")
+            is_text = isinstance(content, list) and all(isinstance(part.get("text"), str) for part in content)
+            metadata["answer"] = as_text(content) if is_text else content
         if all(message["role"] in ("system", "developer") for message in messages):
             raise DataError(f"{where}: the conversation is an answer without a prompt")
         return PromptRow(messages, metadata, read_tools(row, where))
