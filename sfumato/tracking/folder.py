@@ -117,9 +117,6 @@ def look_at(folder: Path) -> Standing | None:
     environment = read_environment(folder)
     lines = read_jsonl(metrics) if has_metrics else []
     newest = max(checkpoints, default=None)
-    config: JsonObject = {}
-    with contextlib.suppress(ConfigError):  # a missing or damaged configuration counts as empty: nothing is compared
-        config = flatten(read_yaml(folder / "config.yaml"))
     return Standing(
         run_id=environment.get("run_id") or (None if newest is None else read_run_id(checkpoints[newest])),
         forked_from=(environment.get("forked_from") or {}).get("run_id"),
@@ -127,8 +124,17 @@ def look_at(folder: Path) -> Standing | None:
         step=max((line["step"] for line in lines), default=newest or 0),
         total_steps=environment.get("total_steps"),
         newest=newest,
-        config=config,
+        config=_read_config(folder),
     )
+
+
+def _read_config(folder: Path) -> JsonObject:
+    """The configuration in a run's folder by dotted name. One that is missing or damaged is empty: nothing is compared
+    with it."""
+    try:
+        return flatten(read_yaml(folder / "config.yaml"))
+    except ConfigError:
+        return {}
 
 
 def read_environment(folder: Path) -> JsonObject:
@@ -196,13 +202,16 @@ class RunFolder:
     @property
     def differences(self) -> list[str]:
         """Fields in which this configuration differs from that of the run in the folder, with both values."""
-        standing_config = self.standing.config if self.standing is not None else {}
+        return [] if self.standing is None else self._differences_from(self.standing.config)
+
+    def _differences_from(self, other: JsonObject) -> list[str]:
+        """Fields in which this configuration differs from another run's, with both values; none from an empty one."""
         config = flatten(self._config.model_dump(mode="json"))
-        names = [name for name in dict.fromkeys([*config, *standing_config]) if name not in OWN_FOLDER]
+        names = [name for name in dict.fromkeys([*config, *other]) if name not in OWN_FOLDER]
         return [
-            "{} ({} there, {} here)".format(name, *_shorten_pair(standing_config.get(name), config.get(name)))
+            "{} ({} there, {} here)".format(name, *_shorten_pair(other.get(name), config.get(name)))
             for name in names
-            if standing_config and standing_config.get(name) != config.get(name)
+            if other and other.get(name) != config.get(name)
         ]
 
     def begin(self, total_steps: int, from_step: int, environment: Mapping[str, object]) -> None:
@@ -231,9 +240,7 @@ class RunFolder:
                 f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
             )
         if self.wanted not in (None, "new") and from_step:
-            before = read_environment(_folder_of_checkpoint(self.wanted, self.path)).get("source_code")
-            if before not in (None, environment.get("source_code")):
-                self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
+            self._say_what_changed(from_step, environment.get("source_code"))
         if self._moves:
             self._move_aside()
         if self.wanted not in (None, "new"):
@@ -243,6 +250,19 @@ class RunFolder:
         environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, environment_file)
+
+    def _say_what_changed(self, from_step: int, source_code: object) -> None:
+        """Says of a resume with which source code and settings it goes on, where the steps before had others.
+
+        Every setting that a resume may change is named, since some change the mathematics, such as ``dpo.beta``, and
+        ``config.yaml`` holds those of the last start alone.
+        """
+        folder = _folder_of_checkpoint(str(self.wanted), self.path)
+        before = read_environment(folder).get("source_code")
+        if before not in (None, source_code):
+            self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
+        if differences := self._differences_from(_read_config(folder)):
+            self._say(f"step {from_step + 1} and later have other settings than {folder}: {', '.join(differences)}")
 
     @property
     def is_complete(self) -> bool:

@@ -139,6 +139,31 @@ def test_the_resolved_configuration_runs_again(tmp_path: Path) -> None:
     assert again == load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
 
 
+@pytest.mark.parametrize("elsewhere", [False, True], ids=["in its folder", "as a fork"])
+def test_a_resume_says_which_settings_are_others(tmp_path: Path, elsewhere: bool) -> None:
+    run = start(tmp_path)
+    run.begin(10, 0, [])
+    run.log(1, {"loss": 1.0}, show={})
+    run.close()
+    wanted = {"load_checkpoint_path": "auto"}
+    if elsewhere:
+        checkpoint = tmp_path / "run/checkpoints/global_step_1"
+        checkpoint.mkdir(parents=True)
+        wanted = {"load_checkpoint_path": str(checkpoint), "output_dir": str(tmp_path / "fork")}
+    log = tmp_path / ("fork" if elsewhere else "run") / "log.txt"
+    run = start(tmp_path, **wanted, betas=(0.8, 0.99))
+    run.begin(10, 1, [])
+    run.close()
+    changed = "train.betas ([0.9, 0.999] there, [0.8, 0.99] here)"
+    assert f"step 2 and later have other settings than {tmp_path / 'run'}: {changed}\n" in log.read_text()
+    if not elsewhere:
+        said = log.read_text().count("other settings")
+        run = start(tmp_path, **wanted, betas=(0.8, 0.99))
+        run.begin(10, 1, [])
+        run.close()
+        assert log.read_text().count("other settings") == said, "nothing has changed since"
+
+
 def test_within_steps_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         run = start(tmp_path)
