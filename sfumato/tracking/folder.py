@@ -32,7 +32,7 @@ from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id
+from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id, set_later_aside
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.next_steps import finished_lines, rerun_command
@@ -117,9 +117,6 @@ def look_at(folder: Path) -> Standing | None:
     environment = read_environment(folder)
     lines = read_jsonl(metrics) if has_metrics else []
     newest = max(checkpoints, default=None)
-    config: JsonObject = {}
-    with contextlib.suppress(ConfigError):  # a missing or damaged configuration counts as empty: nothing is compared
-        config = flatten(read_yaml(folder / "config.yaml"))
     return Standing(
         run_id=environment.get("run_id") or (None if newest is None else read_run_id(checkpoints[newest])),
         forked_from=(environment.get("forked_from") or {}).get("run_id"),
@@ -127,8 +124,18 @@ def look_at(folder: Path) -> Standing | None:
         step=max((line["step"] for line in lines), default=newest or 0),
         total_steps=environment.get("total_steps"),
         newest=newest,
-        config=config,
+        config=_read_config(folder),
     )
+
+
+def _read_config(folder: Path) -> JsonObject:
+    """The configuration in a run's folder by dotted name. One that is missing or damaged is empty: nothing is compared
+    with it."""
+    try:
+        config = read_yaml(folder / "config.yaml")
+    except ConfigError:
+        return {}
+    return flatten(config) if config else {}
 
 
 def read_environment(folder: Path) -> JsonObject:
@@ -196,13 +203,16 @@ class RunFolder:
     @property
     def differences(self) -> list[str]:
         """Fields in which this configuration differs from that of the run in the folder, with both values."""
-        standing_config = self.standing.config if self.standing is not None else {}
+        return [] if self.standing is None else self._differences_from(self.standing.config)
+
+    def _differences_from(self, other: JsonObject) -> list[str]:
+        """Fields in which this configuration differs from another run's, with both values; none from an empty one."""
         config = flatten(self._config.model_dump(mode="json"))
-        names = [name for name in dict.fromkeys([*config, *standing_config]) if name not in OWN_FOLDER]
+        names = [name for name in dict.fromkeys([*config, *other]) if name not in OWN_FOLDER]
         return [
-            "{} ({} there, {} here)".format(name, *_shorten_pair(standing_config.get(name), config.get(name)))
+            "{} ({} there, {} here)".format(name, *_shorten_pair(other.get(name), config.get(name)))
             for name in names
-            if standing_config and standing_config.get(name) != config.get(name)
+            if other and other.get(name) != config.get(name)
         ]
 
     def begin(self, total_steps: int, from_step: int, environment: Mapping[str, object]) -> None:
@@ -223,19 +233,26 @@ class RunFolder:
                 f"this configuration differs in {listed(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
             )
-        is_fork = self.wanted not in (None, "auto", "new") and not self._is_own_checkpoint
-        if is_fork and from_step >= total_steps:
+        names_checkpoint = self.wanted not in (None, "auto", "new")
+        if names_checkpoint and not self._is_own_checkpoint and from_step >= total_steps:
             more = rerun_command(train__max_steps=2 * from_step)
             raise FolderError(
                 f"{self.wanted} is of step {from_step}, and this run ends after {total_steps}: nothing is left to do. "
                 f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
             )
         if self.wanted not in (None, "new") and from_step:
-            before = read_environment(_folder_of_checkpoint(self.wanted, self.path)).get("source_code")
-            if before not in (None, environment.get("source_code")):
-                self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
+            if from_step > total_steps:
+                self._say(
+                    f"the checkpoint is of step {from_step}, and this run ends after {total_steps}: nothing is "
+                    "trained. A larger --train.max_steps goes on"
+                )
+            elif from_step < total_steps:
+                self._say_what_changed(from_step, environment.get("source_code"))
         if self._moves:
             self._move_aside()
+        goes_back = names_checkpoint and self._is_own_checkpoint
+        if goes_back and (aside := set_later_aside(self.path / "checkpoints", from_step)):
+            self._say(f"of later steps, and removed by the next save: {', '.join(aside)}")
         if self.wanted not in (None, "new"):
             for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
                 self._say(line)
@@ -243,6 +260,19 @@ class RunFolder:
         environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, environment_file)
+
+    def _say_what_changed(self, from_step: int, source_code: object) -> None:
+        """Says of a resume with which source code and settings it goes on, where the steps before had others.
+
+        Every setting that a resume may change is named, since some change the mathematics, such as ``dpo.beta``, and
+        ``config.yaml`` holds those of the last start alone.
+        """
+        folder = _folder_of_checkpoint(str(self.wanted), self.path)
+        before = read_environment(folder).get("source_code")
+        if before not in (None, source_code):
+            self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
+        if differences := self._differences_from(_read_config(folder)):
+            self._say(f"step {from_step + 1} and later have other settings than {folder}: {', '.join(differences)}")
 
     @property
     def is_complete(self) -> bool:
