@@ -232,8 +232,8 @@ class ImageReader:
         except UserError:  # is a ValueError, too, and names the file and row itself
             raise
         except ValueError as error:
-            kinds = " or a ".join(self.media)
-            raise DataError(f"{where}: {type(self.processor).__name__} refuses an {kinds}: {error}") from error
+            kinds = " or ".join(NAMES[kind] for kind in self.media)
+            raise DataError(f"{where}: {type(self.processor).__name__} refuses {kinds}: {error}") from error
 
     def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
         """Puts the placeholder texts of media into a rendered conversation, and moves its spans accordingly.
