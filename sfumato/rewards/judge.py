@@ -29,7 +29,7 @@ _OPENING = r"[\s*_`\[(]*"
 # Neither the beginning of a longer word or number, nor of a span such as 7-8, nor a percentage.
 _NUMBER = re.compile(
     r"([-+]?\d+(?:\.\d+)?)(?![^\W_]|[ \t]*%|[.,]\d|[ \t]*[-\u2013\u2014][ \t]*\d)"
-    r"(?:\s*(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
+    r"(?:\s*\(?(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
     re.IGNORECASE,
 )
 _BROKEN_OFF = ("abort", "error")  # what vLLM, SGLang and gateways say of half a reply

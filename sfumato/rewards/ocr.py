@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import threading
 import time
+import unicodedata
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -53,22 +54,39 @@ def ocr_target(prompt: str, metadata: Mapping[str, object]) -> str:
         The target as written, with at least one character that is not a space.
 
     Raises:
-        DataError: there is no target, or it is empty, or not a text; the message names the prompt.
+        DataError: there is no target, it is empty, not a text, or not clear; the message names the prompt.
     """
     target = metadata.get("target")
     if target is None:
-        match = _QUOTED.search(prompt)
-        if match is None:
+        target = quoted_text(prompt)
+        if target is None:
             raise DataError(
                 f"the ocr reward finds no target for prompt {prompt!r}: put the text in double quotes into the prompt, "
                 "or give the row a 'target'"
             )
-        target = match.group(1) if match.group(1) is not None else match.group(2)
     if not isinstance(target, str):
         raise DataError(f"the 'target' of prompt {prompt!r} must be a text, not {target!r}: write it in quotes")
     if not _normalise(target):
         raise DataError(f"the ocr target of prompt {prompt!r} is empty: give the text that the image should show")
     return target
+
+
+def quoted_text(prompt: str) -> str | None:
+    """The first text in straight or curly double quotes; None where there is none.
+
+    Raises:
+        DataError: when a double quote stands for inches, or has no partner, so that another text may be meant.
+    """
+    match = _QUOTED.search(prompt)
+    if match is None:
+        return None
+    before_openings = prompt.split('"')[:-1:2]
+    if prompt.count('"') % 2 or any(text[-1:].isdigit() for text in before_openings):
+        raise DataError(
+            f"it is not clear which text is quoted in prompt {prompt!r}: write inches as a word, close every quote, or "
+            "give the row a 'target'"
+        )
+    return match.group(1) if match.group(1) is not None else match.group(2)
 
 
 def ocr_text_score(text: str, target: str) -> float:
@@ -104,7 +122,8 @@ def levenshtein(first: Sequence[str], second: Sequence[str]) -> int:
 
 
 def _normalise(text: str) -> str:
-    return "".join(text.split()).casefold()
+    # one character for what looks alike, such as the wide colon that engines for Chinese read in any line
+    return "".join(unicodedata.normalize("NFKC", text).replace("\u2019", "'").split()).casefold()
 
 
 def crop_to_ink(image: np.ndarray) -> np.ndarray | None:

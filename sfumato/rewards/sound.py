@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from sfumato.errors import DataError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.ocr import levenshtein
+from sfumato.rewards.ocr import levenshtein, quoted_text
 from sfumato.rewards.pretrained import PretrainedReward
 
 if TYPE_CHECKING:
@@ -25,7 +26,10 @@ FRAME_SECONDS = 0.02
 LOWEST_DB = -100.0
 """Level of digital silence."""
 
-_QUOTED = re.compile(r'"([^"]+)"|\u201c([^\u201d]+)\u201d')
+_UNSPACED = re.compile(
+    r"[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]"
+)
+"""Characters of Thai, Lao, Burmese, Khmer, Japanese and Chinese, which are written without spaces between words."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,8 +136,15 @@ def silent_share(sound: Waveform, below_db: float) -> float:
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text, without case and punctuation."""
-    return re.findall(r"[^\W_]+(?:['\u2019][^\W_]+)*", text.casefold())
+    """The words of a text, without case and punctuation; of writing without spaces, such as Chinese, its characters."""
+    text = _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", text).replace("\u2019", "'").casefold())
+    # marks are a part of words: vowels of Hindi and others are written by them
+    kept = (letter if _is_of_word(letter) else " " for letter in text)
+    return [word.strip("'") for word in "".join(kept).split() if word.strip("'")]
+
+
+def _is_of_word(letter: str) -> bool:
+    return letter.isalnum() or letter == "'" or unicodedata.category(letter).startswith("M")
 
 
 def word_error_rate(text: str, target: str) -> float:
@@ -146,12 +157,11 @@ def spoken_words(prompt: str, metadata: dict[str, object]) -> str:
     """The words that should be heard: the column ``target``, else the quoted part of the prompt.
 
     Raises:
-        DataError: when there are none.
+        DataError: when there are none, or it is not clear which part is quoted.
     """
     target = metadata.get("target")
     if target is None:
-        match = _QUOTED.search(prompt)
-        target = None if match is None else match.group(1) or match.group(2)
+        target = quoted_text(prompt)
     if not isinstance(target, str) or not words_of(target):
         raise DataError(
             f"the heard_words reward finds no words for prompt {prompt!r}: put them in double quotes into the prompt, "

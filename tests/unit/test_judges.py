@@ -281,6 +281,7 @@ def test_a_template_can_neither_reach_into_python_nor_change_a_row():
         ("Score: 4/5", None), ("Score: high", None), ("Score 7", None), ("7", None), ("", None), ("Score: 7,5", None),
         ("Score: 7\nFinal Score: none", None), ("Score: 1.2.3", None), ("Score: nan", None), ("Score: ٣٣", None),
         ("Underscore: 7", None), ("Score: 1000000000000", None), ("Score: 1e1", None),
+        ("Score: 7 (out of 10)", 7.0), ("Score: 4 (out of 5)", None), ("Score: 4 (/5)", None), ("Score: 4 (good)", 4.0),
     ],
 )  # fmt: skip
 def test_numbers_after_a_marker(text, number):

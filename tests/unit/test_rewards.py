@@ -21,6 +21,7 @@ from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.ocr import OcrReward, crop_to_ink, levenshtein, ocr_target, ocr_text_score
 from sfumato.rewards.pixels import Brightness, JpegCompressibility
 from sfumato.rewards.scoring.scorer import Scorer
+from sfumato.rewards.sound import spoken_words
 
 WORDS = ["HELLO", "ABC"]
 needs_tesseract = pytest.mark.skipif(shutil.which("tesseract") is None, reason="the tesseract program is not installed")
@@ -79,6 +80,18 @@ def test_missing_or_empty_target_names_the_prompt(prompt, metadata):
 
 
 @pytest.mark.parametrize(
+    "prompt", ['a 12" pizza with the text "SALE"', 'a 2" x 4" board', 'it says "A" and "B', '"5\'10""']
+)
+def test_a_prompt_whose_quotes_are_not_clear_is_refused(prompt):
+    """The text between the inches and the quotes was asked for."""
+    for read in (ocr_target, spoken_words):
+        with pytest.raises(DataError, match="not clear which text is quoted in prompt"):
+            read(prompt, {})
+        assert read(prompt, {"target": "SALE"}) == "SALE"
+    assert ocr_target('a door "ROOM 12" in "B4"', {}) == "ROOM 12"
+
+
+@pytest.mark.parametrize(
     ("first", "second", "distance"),
     [("", "", 0), ("", "abc", 3), ("abc", "", 3), ("kitten", "sitting", 3), ("flaw", "lawn", 2), ("ab", "ba", 2)],
 )
@@ -93,6 +106,12 @@ def test_text_score_ignores_case_and_all_spaces_and_stays_within_0_and_1():
     assert ocr_text_score("x" * 500, "hello") == 0.0
     with pytest.raises(DataError):
         ocr_text_score("anything", " ")
+
+
+@pytest.mark.parametrize(("text", "target"), [("DON'T", "Don\u2019t"), ("A\uff1aB", "A:B"), ("ＣＡＦÉ", "cafe\u0301")])
+def test_characters_that_look_alike_are_one(text, target):
+    """Engines write some of them otherwise than a prompt does, so that a picture that is right had less than 1."""
+    assert ocr_text_score(text, target) == ocr_text_score(target, text) == 1.0
 
 
 def test_crop_keeps_two_pixels_around_the_ink():

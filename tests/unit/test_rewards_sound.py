@@ -52,6 +52,14 @@ def test_words_and_their_error_rate() -> None:
             spoken_words(prompt, metadata)
 
 
+def test_words_of_other_writings() -> None:
+    """Vowel signs make words, writing without spaces counts by characters, and apostrophes are of one kind."""
+    assert word_error_rate("मैं किताब", "मैं कीताब") == 0.5
+    assert word_error_rate("今天天气很好", "今天天气真好。") == pytest.approx(1 / 6)
+    assert word_error_rate("Don't go", "don\u2019t 'go'") == 0.0
+    assert words_of("Cafe\u0301 _ 東京 2") == ["café", "東", "京", "2"]
+
+
 @pytest.fixture(scope="module")
 def clap(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import ClapConfig, ClapFeatureExtractor, ClapModel

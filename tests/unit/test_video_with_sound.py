@@ -367,6 +367,26 @@ def test_sound_of_other_containers(ending: str, codecs: tuple[str, str], channel
     assert read_sound_track(path.read_bytes(), 0.375, "row 1").samples.shape == track.samples.shape
 
 
+def test_what_follows_a_gap_in_the_sound_stays_with_its_pictures(tmp_path: Path) -> None:
+    """As of recordings that lost sound for a while: 0.3 s are missing before a tone begins."""
+    rate, begin = 8000, 3200
+    with av.open(str(tmp_path / "clip.mkv"), "w") as container:
+        video = container.add_stream("mpeg4", rate=25)
+        video.width, video.height, video.pix_fmt = 64, 48, "yuv420p"
+        audio = container.add_stream("pcm_s16le", rate=rate, layout="mono")
+        for _ in range(15):
+            container.mux(video.encode(av.VideoFrame.from_ndarray(np.zeros((48, 64, 3), np.uint8), format="rgb24")))
+        container.mux(video.encode())
+        for start, level in ((0, 0), (begin, 9000)):
+            sound = av.AudioFrame.from_ndarray(np.full((1, 800), level, np.int16), format="s16", layout="mono")
+            sound.sample_rate, sound.pts = rate, start
+            container.mux(audio.encode(sound))
+        container.mux(audio.encode())
+    samples = read_sound_track(tmp_path / "clip.mkv", 0.6, "row 1").samples[:, 0]
+    assert np.flatnonzero(samples)[0] == begin and len(samples) == begin + 800
+    assert len(read_sound_track(tmp_path / "clip.mkv", 0.25, "row 1").samples) == 2000
+
+
 def test_a_cache_gives_the_latents_of_the_online_encoder(model: VideoSoundFamily, videos: Path, tmp_path: Path) -> None:
     rows = IndexBatch([0, 2], [7, 8])
     online = OnlineEncoder(dataset_of(videos), model, BadRows(0, print)).batch(rows)

@@ -24,6 +24,10 @@ NO_SOUND = 3
 NOT_READ = 4
 """Exit code of the child for a file that cannot be read; the reason is on its standard error."""
 
+LONGEST_GAP = 0.05
+"""Seconds without sound that timestamps may leave by rounding alone. A longer gap, such as of a recording that lost
+sound, becomes silence, so that what follows stays with its pictures."""
+
 _HEAD = struct.Struct("<IId")  # samples per second, channels, seconds of the whole sound
 
 
@@ -107,17 +111,21 @@ def _write_sound(seconds: float, path: str) -> int:
             start = float(video.start_time * video.time_base) if video and video.start_time and video.time_base else 0.0
             parts: list[np.ndarray] = []
             missing = round(seconds * stream.rate)
+            position = 0  # in samples from the moment of the first frame of the video
             for frame in container.decode(stream):
+                begin = position if frame.time is None else round((frame.time - start) * stream.rate)
                 if not parts:  # the sound may begin before or after the first frame
-                    lead = round(((frame.time or 0.0) - start) * stream.rate)
-                    skipped = max(-lead, 0)
-                    parts.append(np.zeros((min(max(lead, 0), missing), min(stream.channels, 2)), np.float32))
-                    missing -= len(parts[0])
+                    position = min(begin, 0)
+                if begin - position > (LONGEST_GAP * stream.rate if parts else 0):
+                    silence = np.zeros((min(begin - position, missing), min(stream.channels, 2)), np.float32)
+                    parts.append(silence)
+                    missing -= len(silence)
+                    position = begin
                 for converted in resampler.resample(frame):
                     samples = converted.to_ndarray().reshape(-1, len(converted.layout.channels))
-                    samples, skipped = samples[skipped:], max(skipped - len(samples), 0)
-                    parts.append(samples[:missing])
+                    parts.append(samples[max(-position, 0) :][:missing])
                     missing -= len(parts[-1])
+                    position += len(samples)
                 if missing <= 0:
                     break
             if not parts:

@@ -9,7 +9,7 @@ from sfumato.data.media.sounds import check_all_there, describe_file, open_sound
 from sfumato.errors import DataError
 from sfumato.tracking.waveforms import FULL_SCALE
 
-VERSION = 2
+VERSION = 3
 """Raise it when the same files become other waveforms, so that stored latents are not used any more."""
 
 LARGEST = 2.0
