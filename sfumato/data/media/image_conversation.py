@@ -142,8 +142,11 @@ class ImageConversationTransform:
                 raise DataError(
                     f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"
                 )
-            if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
-                raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
+            if not self.reader.draws and (document.loss_mask & self._is_medium(document.input_ids)).any():
+                raise DataError(
+                    f"{where}: an image or other medium stands in an answer that is learned, but this model is not "
+                    "trained to draw: put it into a message of the user, or give the answer loss_mask 0"
+                )
             images = images_of(files[:count], shapes[:count], where)
             documents.append(Document(document.input_ids, document.loss_mask, images=images))
         return documents

@@ -79,7 +79,9 @@ class ImageReader:
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
         """Kinds of media that documents may have: image, and video or audio or both, or audio alone."""
         self.is_likely = True
-        """Whether the model gives tokens of images a probability above 0; otherwise no loss may hold them."""
+        """Whether the model gives tokens of images a probability above 0."""
+        self.draws = False
+        """Whether tokens of images are codes that the model may learn to write; otherwise no loss may hold them."""
 
     @property
     def fingerprint(self) -> str:
