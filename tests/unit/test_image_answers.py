@@ -1,0 +1,34 @@
+"""Texts of images that are drawn: which tokens of theirs a row's own texts may not hold."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from sfumato.data.media.image_answers import DrawingReader, ImageText
+from sfumato.errors import DataError
+
+EMU3 = ImageText("<|image start|>2*3<|image token|>", "<|image end|>", "<|visual token {:06d}|>", 3, "<|extra_200|>")
+
+
+@pytest.mark.parametrize(
+    ("written", "text", "token"),
+    [
+        (ImageText(), "What is <|draw_31|>?", "<|draw_31|>"),
+        (ImageText(), "Draw <|draw_start|>", "<|draw_start|>"),
+        (EMU3, "a <|visual token 000007|> b", "<|visual token 000007|>"),
+    ],
+)
+def test_a_text_with_codes_of_its_own_is_a_broken_row(written: ImageText, text: str, token: str) -> None:
+    reader = DrawingReader.__new__(DrawingReader)
+    reader.image_tokenizer = SimpleNamespace(text=written)
+    with pytest.raises(DataError, match=r"row 1: a text holds .*a part of an image that is drawn"):
+        reader.expand(text, [], [], "row 1")
+    assert written.find_in(text) == token
+
+
+@pytest.mark.parametrize("written", [ImageText(), EMU3])
+def test_texts_without_codes_are_left_alone(written: ImageText) -> None:
+    assert written.find_in("draw_3 and <|draw_{}|>, a visual token") is None
+    assert written.find_in(written.of(range(6))) == written.opening
