@@ -1,4 +1,4 @@
-"""Images that are drawn: tokens of theirs that a row's own texts may not hold, and sizes that come back as they were."""
+"""Images that are drawn: tokens that a row's own texts may not hold, and sizes that come back."""
 
 from __future__ import annotations
 
@@ -40,5 +40,5 @@ def test_texts_without_codes_are_left_alone(written: ImageText) -> None:
 def test_images_that_would_come_back_at_another_size_are_refused() -> None:
     vq = VqModel(build_vq_model(PartConfig(config_path=str(ROOT / "configs/tiny/vq.yaml"))))
     vq.check_size(16, 24)
-    with pytest.raises(ConfigError, match="data.height 18 .* images of 16 x 24 pixels: take multiples of 4"):
+    with pytest.raises(ConfigError, match=r"data\.height 18 .* images of 16 x 24 pixels: take multiples of 4"):
         vq.check_size(18, 24)

@@ -209,6 +209,7 @@ def broken_rows():
         ),
         "another column": ("<image>What?", {"picture": "a.png"}, "column 'images' holds none"),
         "Qwen-VL": ("<img>a.png</img>What?", {}, "<img>a.png</img>, as in data for the first Qwen-VL, is not read"),
+        "Qwen-Audio": ("<audio>a.wav</audio>What?", {}, "write <audio> there, and the file in the column 'audios'"),
         "its own limit": (
             [{"type": "image", "image": data_url(plain_file), "max_pixels": 64}, *ask],
             {},

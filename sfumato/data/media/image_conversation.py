@@ -37,8 +37,8 @@ PART_LIMITS = (
 )
 """Keys of a message's part by which qwen_vl_utils sizes or cuts one medium alone, which is refused here."""
 
-QWEN_MARK = re.compile(r"<img>[^<\n]+</img>")
-"""How data for the first Qwen-VL, and older data of ms-swift, names an image within a text."""
+QWEN_MARK = re.compile(r"<(img|video|audio)>[^<\n]+</\1>")
+"""How data for the first Qwen-VL and Qwen-Audio, and older data of ms-swift, names a file within a text."""
 
 
 @dataclass(frozen=True)
@@ -240,6 +240,12 @@ def _refuse_marks_without_files(text: str, place: str, num_files: Mapping[str, i
 
     The model would be trained on the mark's letters, and without the image. Arguments are those of ``_split_content``.
     """
+    if mark := QWEN_MARK.search(text):
+        kind = mark[1].replace("img", "image")
+        raise DataError(
+            f"{place}: {mark[0]}, as in data for the first Qwen-VL, is not read: write <{kind}> there, and the file in "
+            f"the column '{COLUMNS[kind][0]}'"
+        )
     for kind in (kind for kind, number in num_files.items() if not number):
         if f"<{kind}>" in text:
             raise DataError(
@@ -247,11 +253,6 @@ def _refuse_marks_without_files(text: str, place: str, num_files: Mapping[str, i
                 "give it; a text that only mentions it is written as a list of parts, "
                 '[{"type": "text", "text": ...}]'
             )
-    if mark := QWEN_MARK.search(text):
-        raise DataError(
-            f"{place}: {mark[0]}, as in data for the first Qwen-VL, is not read: write <image> there, and the file in "
-            "the column 'images'"
-        )
 
 
 def _refuse_marks_not_read(text: str, place: str, row: FiledRow, media: Sequence[str]) -> None:

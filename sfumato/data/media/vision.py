@@ -260,6 +260,13 @@ class ImageReader:
                 f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
                 f"{len(replacements)} {'s and '.join(self.media)}s"
             )
+        beginnings = self.tokenizer.convert_ids_to_tokens(sorted(self._begins))
+        if beginnings and sum(map(text.count, beginnings)) != len(places):
+            raise DataError(
+                f"{where}: this model finds media by the tokens before them, and {' and '.join(beginnings)} stand "
+                f"{sum(map(text.count, beginnings))} times in a conversation of {len(places)} images, videos and "
+                "audios: remove them from texts; the chat template writes one before each"
+            )
         parts = []
         new_spans = [list(span) for span in spans]
         last = 0
