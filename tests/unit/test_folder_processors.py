@@ -15,9 +15,18 @@ from PIL import Image
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
+from sfumato.config.load import load_config
+from sfumato.config.text import TrainTextConfig
+from sfumato.data.media.vision import ImageReader
 from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.models.language.load import build_language_model
+from sfumato.models.language.model_folder import save_tokenizer
 from sfumato.models.language.parts import build_byte_tokenizer
-from sfumato.models.language.vision_load import _processor_class, build_vision
+from sfumato.models.language.vision_load import _processor_class, add_image_tokens, build_processor, build_vision
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.weights import whole_weights
+from tests.tiny_unified import tiny_seeing_config
 from tests.tiny_vision import tiny_vision_description
 
 AYA = (
@@ -146,3 +155,34 @@ def test_an_export_of_a_folder_with_its_settings_of_images_within_others_holds_t
     for file in ("preprocessor_config.json", "processor_config.json"):
         saved = json.loads((tmp_path / "export" / file).read_text())
         assert saved.get("image_processor", saved)["size"] == {"shortest_edge": 64, "longest_edge": 2048}, file
+
+
+@pytest.mark.parametrize("is_described", [True, False])
+def test_an_export_has_the_chat_template_of_the_run_alone(is_described: bool, tmp_path: Path) -> None:
+    described = tiny_config("internvl", "internvl", image_token_id=261)
+    tokenizer = build_byte_tokenizer()
+    add_image_tokens(tokenizer, described)
+    reader = ImageReader(build_processor(described, None, tokenizer), (), (4, 1.0))
+    source = None if is_described else tmp_path / "source"
+    if source is not None:  # as processors wrote it for a while
+        source.mkdir()
+        (source / "processor_config.json").write_text(json.dumps({"chat_template": tokenizer.chat_template}))
+    tokenizer.chat_template = "{# of the run #}" + str(tokenizer.chat_template)
+    (tmp_path / "out").mkdir()
+    reader.save(tmp_path / "out", source)
+    save_tokenizer(tokenizer, tmp_path / "out")
+    read = transformers.InternVLProcessor.get_processor_dict(tmp_path / "out")[0]
+    assert read["chat_template"] == tokenizer.chat_template
+    kept = json.loads((tmp_path / "out/processor_config.json").read_text())
+    assert ("chat_template" in kept) == (not is_described)
+
+
+def test_an_export_of_emu3_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
+    config = load_config(TrainTextConfig, overrides=tiny_seeing_config(tmp_path, "emu3"))
+    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
+    template = str(model.hf_tokenizer.chat_template)
+    assert model.tokenizer.chat_template == "{{- bos_token }}" + template  # its processor adds the token, too
+    model.tokenizer.chat_template = "{{- bos_token }}{# of the run #}" + template
+    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    model.save_export(tmp_path / "out", whole_weights(model.trained, model.mesh))
+    assert (tmp_path / "out/chat_template.jinja").read_text(encoding="utf-8") == "{# of the run #}" + template

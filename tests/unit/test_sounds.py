@@ -210,6 +210,11 @@ def broken_rows():
             {},
             "1 placeholders .* for 0 images and videos and audios",
         ),
+        "a beginning": (
+            [*audio(whole), {"type": "text", "text": "<|vision_start|>"}],
+            {},
+            r"<\|vision_start\|> and <\|audio_bos\|> stand 2 times in a conversation of 1 images, videos and audios",
+        ),
         "speech": ([{"type": "speech", "speech": "a.wav"}], {}, "neither a text nor an image, a video, audio"),
     }
 

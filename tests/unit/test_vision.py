@@ -209,6 +209,7 @@ def broken_rows():
         ),
         "another column": ("<image>What?", {"picture": "a.png"}, "column 'images' holds none"),
         "Qwen-VL": ("<img>a.png</img>What?", {}, "<img>a.png</img>, as in data for the first Qwen-VL, is not read"),
+        "Qwen-Audio": ("<audio>a.wav</audio>What?", {}, "write <audio> there, and the file in the column 'audios'"),
         "its own limit": (
             [{"type": "image", "image": data_url(plain_file), "max_pixels": 64}, *ask],
             {},
@@ -239,6 +240,19 @@ def test_broken_images_are_named(transform, name):
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}], **columns}
     with pytest.raises(DataError, match=rf"rows\.jsonl, line 7.*{message}"):
         transform(FiledRow(row), "rows.jsonl, line 7")
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_an_image_in_an_answer_is_in_no_loss(transform, learned):
+    shown = [{"type": "text", "text": "This:"}, {"type": "image", "image": data_url(picture(16, 16))}]
+    said = [{"role": "user", "content": "Show it."}, {"role": "assistant", "content": shown, "loss_mask": int(learned)}]
+    said += [{"role": "user", "content": "What is it?"}, {"role": "assistant", "content": "A cat."}]
+    if learned:
+        with pytest.raises(DataError, match="stands in an answer that is learned, but this model is not trained"):
+            transform(FiledRow({"messages": said}), "row 1")
+        return
+    document = transform(FiledRow({"messages": said}), "row 1")[0].documents[0]
+    assert transform.reader.tokenizer.decode(document.input_ids[document.loss_mask].tolist()) == "A cat.<|im_end|>"
 
 
 def test_a_mark_that_is_only_mentioned_stays_text(transform):

@@ -6,6 +6,7 @@ is drawn: an image tokenizer turns it into codes, and each code into a token.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -60,6 +61,13 @@ class ImageText:
         lines = ["".join(names[start : start + size]) for start in range(0, len(names), size)]
         return self.opening + "".join(line + self.line_end for line in lines) + self.closing
 
+    def find_in(self, text: str) -> str | None:
+        """The first code, or token around an image, in a text; None without one."""
+        before, _, rest = self.code.partition("{")
+        code = f"{re.escape(before)}[0-9]+{re.escape(rest.partition('}')[2])}"
+        found = re.search("|".join([code, *(re.escape(part) for part in (self.opening, self.closing) if part)]), text)
+        return None if found is None else found[0]
+
 
 def add_drawing_tokens(tokenizer: PreTrainedTokenizerBase, codebook_size: int) -> int:
     """Adds the tokens of drawn images that a tokenizer lacks.
@@ -94,6 +102,15 @@ class DrawingReader(ImageReader):
     def codes(self, image: Image.Image) -> str:
         """The text of an image that is drawn: a token for each of its codes."""
         return self.image_tokenizer.text.of(self.image_tokenizer.encode(image))
+
+    def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
+        """As ``ImageReader.expand``. Raises DataError for a text with codes of images of its own, too."""
+        if token := self.image_tokenizer.text.find_in(text):
+            raise DataError(
+                f"{where}: a text holds {token}, which the model takes for a part of an image that is drawn: remove it "
+                "from the row"
+            )
+        return super().expand(text, spans, replacements, where)
 
     @property
     def keeps_drawn(self) -> bool:

@@ -37,8 +37,8 @@ PART_LIMITS = (
 )
 """Keys of a message's part by which qwen_vl_utils sizes or cuts one medium alone, which is refused here."""
 
-QWEN_MARK = re.compile(r"<img>[^<\n]+</img>")
-"""How data for the first Qwen-VL, and older data of ms-swift, names an image within a text."""
+QWEN_MARK = re.compile(r"<(img|video|audio)>[^<\n]+</\1>")
+"""How data for the first Qwen-VL and Qwen-Audio, and older data of ms-swift, names a file within a text."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +142,11 @@ class ImageConversationTransform:
                 raise DataError(
                     f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"
                 )
-            if not self.reader.is_likely and (document.loss_mask & self._is_medium(document.input_ids)).any():
-                raise DataError(f"{where}: an image stands in an answer, but this model is not trained to draw")
+            if not self.reader.draws and (document.loss_mask & self._is_medium(document.input_ids)).any():
+                raise DataError(
+                    f"{where}: an image or other medium stands in an answer that is learned, but this model is not "
+                    "trained to draw: put it into a message of the user, or give the answer loss_mask 0"
+                )
             images = images_of(files[:count], shapes[:count], where)
             documents.append(Document(document.input_ids, document.loss_mask, images=images))
         return documents
@@ -237,6 +240,12 @@ def _refuse_marks_without_files(text: str, place: str, num_files: Mapping[str, i
 
     The model would be trained on the mark's letters, and without the image. Arguments are those of ``_split_content``.
     """
+    if mark := QWEN_MARK.search(text):
+        kind = mark[1].replace("img", "image")
+        raise DataError(
+            f"{place}: {mark[0]}, as in data for the first Qwen-VL, is not read: write <{kind}> there, and the file in "
+            f"the column '{COLUMNS[kind][0]}'"
+        )
     for kind in (kind for kind, number in num_files.items() if not number):
         if f"<{kind}>" in text:
             raise DataError(
@@ -244,11 +253,6 @@ def _refuse_marks_without_files(text: str, place: str, num_files: Mapping[str, i
                 "give it; a text that only mentions it is written as a list of parts, "
                 '[{"type": "text", "text": ...}]'
             )
-    if mark := QWEN_MARK.search(text):
-        raise DataError(
-            f"{place}: {mark[0]}, as in data for the first Qwen-VL, is not read: write <image> there, and the file in "
-            "the column 'images'"
-        )
 
 
 def _refuse_marks_not_read(text: str, place: str, row: FiledRow, media: Sequence[str]) -> None:

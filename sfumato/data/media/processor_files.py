@@ -60,7 +60,8 @@ def _image_settings_within(source: Path | None) -> dict[str, object]:
 
 def _settings(processor: object) -> dict[str, object]:
     """The scalar arguments that a processor was constructed with; its parts have files of their own."""
-    named = {name: getattr(processor, name, None) for name in signature(type(processor)).parameters}
+    names = [name for name in signature(type(processor)).parameters if name != "chat_template"]  # the tokenizer's files
+    named = {name: getattr(processor, name, None) for name in names}
     return {name: value for name, value in named.items() if isinstance(value, (int, float, str, bool))}
 
 

@@ -79,7 +79,9 @@ class ImageReader:
         self.media: tuple[str, ...] = ("image",) if self.sees else ("audio",)
         """Kinds of media that documents may have: image, and video or audio or both, or audio alone."""
         self.is_likely = True
-        """Whether the model gives tokens of images a probability above 0; otherwise no loss may hold them."""
+        """Whether the model gives tokens of images a probability above 0."""
+        self.draws = False
+        """Whether tokens of images are codes that the model may learn to write; otherwise no loss may hold them."""
 
     @property
     def fingerprint(self) -> str:
@@ -257,6 +259,13 @@ class ImageReader:
             raise DataError(
                 f"{where}: the conversation has {len(places)} placeholders ({', '.join(placeholders)}) for "
                 f"{len(replacements)} {'s and '.join(self.media)}s"
+            )
+        beginnings = self.tokenizer.convert_ids_to_tokens(sorted(self._begins))
+        if beginnings and sum(map(text.count, beginnings)) != len(places):
+            raise DataError(
+                f"{where}: this model finds media by the tokens before them, and {' and '.join(beginnings)} stand "
+                f"{sum(map(text.count, beginnings))} times in a conversation of {len(places)} images, videos and "
+                "audios: remove them from texts; the chat template writes one before each"
             )
         parts = []
         new_spans = [list(span) for span in spans]

@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
-LEGACY_TEMPLATE = "chat_template.json"
+OTHER_TEMPLATES = ("chat_template.json", "processor_config.json")
+"""Files in which processors once kept a chat template, which hides the tokenizer's."""
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: bool = False) -> None:
@@ -36,11 +37,11 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
     finally:
         tokenizer.pad_token = pad
     use_older_tokenizer_names(folder)
-    # of processors, which once kept the template in a file of their own; it would hide the tokenizer's
-    legacy = folder / LEGACY_TEMPLATE
-    if legacy.is_file() and isinstance(tokenizer.chat_template, str):
-        fields = read_json_file(legacy) | {"chat_template": tokenizer.chat_template}
-        legacy.write_text(f"{json.dumps(fields, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
+    for file in (folder / name for name in OTHER_TEMPLATES):
+        fields = read_json_file(file) if file.is_file() else {}
+        if "chat_template" in fields and isinstance(tokenizer.chat_template, str):
+            fields["chat_template"] = tokenizer.chat_template
+            file.write_text(f"{json.dumps(fields, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def completed_ends(eos_token_id: int | list[int] | None, end: AnswerEnd) -> int | list[int] | None:

@@ -95,6 +95,17 @@ class VqModel:
         return self.trained.decode(quantised, force_not_quantize=True).sample
 
     @torch.no_grad()
+    def check_size(self, height: int, width: int) -> None:
+        """Raises ConfigError for images, of so many pixels, that come back at another size."""
+        latents = self.latents(torch.zeros(1, 3, height, width, device=next(self.trained.parameters()).device))
+        rows, columns = self.decode(self.quantise(latents)[0]).shape[-2:]
+        if (rows, columns) != (height, width):
+            raise ConfigError(
+                f"data.height {height} and data.width {width}: this VQ model gives back images of {rows} x {columns} "
+                f"pixels: take multiples of {rows // latents.shape[-2]}"
+            )
+
+    @torch.no_grad()
     def reconstruct(self, examples: Tensor) -> tuple[np.ndarray, int]:
         """Encodes and decodes images, uint8 ``[B, 3, H, W]``.
 

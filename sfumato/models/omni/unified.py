@@ -39,7 +39,12 @@ from sfumato.models.language.parts import (
 from sfumato.models.language.vision_load import build_processor
 from sfumato.models.omni.hf_image_tokenizers import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.model import OmniModel
-from sfumato.models.omni.unified_tokens import add_own_tokens, begin_as_processor, with_codes
+from sfumato.models.omni.unified_tokens import (
+    add_own_tokens,
+    begin_as_processor,
+    template_for_processor,
+    with_codes,
+)
 from sfumato.parallel.mesh import Mesh
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ class CodeReader(DrawingReader):
     def __init__(self, *args: Any) -> None:
         """As ``DrawingReader``."""
         super().__init__(*args)
-        self.is_likely = self.image_tokenizer.draws
+        self.is_likely = self.draws = self.image_tokenizer.draws
 
     def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
         """As ``ImageReader.limited``, for the image processor of Emu3."""
@@ -118,6 +123,9 @@ class UnifiedModel(OmniModel):
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes model, processor and tokenizer in the format of transformers."""
+        ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
+        if self.source is None:  # built from a description: there are no files to copy
+            self.processor.save_pretrained(folder)
         # The export of LanguageModel uses these attributes: put those of transformers in their place meanwhile.
         build = self._build
         tokenizer = self.tokenizer
@@ -126,19 +134,17 @@ class UnifiedModel(OmniModel):
         self.tokenizer = self.hf_tokenizer
         self.vision = None
         facts_of(self.hf_tokenizer).answer_end = facts_of(tokenizer).answer_end
+        if isinstance(tokenizer.chat_template, str):
+            self.hf_tokenizer.chat_template = template_for_processor(tokenizer.chat_template)
         try:
-            # not that of OmniModel, which writes the parts of a composed model
+            # not that of OmniModel, which writes the parts of a composed model; its chat template replaces the
+            # processor's
             super(OmniModel, self).save_export(folder, weights, merge)
         finally:
             self._build = build
             self.tokenizer = tokenizer
             self.vision = vision
-        ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
-        if self.source is None:  # built from a description: there are no files to copy
-            from sfumato.models.older_readers import use_older_tokenizer_names
-
-            self.processor.save_pretrained(folder)
-            use_older_tokenizer_names(folder)  # the processor has written the tokenizer's files, too
+        if self.source is None:
             self.image_tokenizer.generation_config(self.hf_tokenizer).save_pretrained(folder)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:

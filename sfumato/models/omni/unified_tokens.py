@@ -39,6 +39,9 @@ MADE = {
 """Tokens, by the names of the tokenizer's attributes that transformers' processors read, for models that are built from
 a description."""
 
+BEGIN = "{{- bos_token }}"
+"""What ``begin_as_processor`` puts in front of a chat template."""
+
 
 def add_own_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedConfig, code_names: list[str]) -> None:
     """Adds the tokens of a model to the tokenizer of bytes, and their ids to the model's configuration.
@@ -96,4 +99,9 @@ def begin_as_processor(processor: ProcessorMixin) -> None:
         return
     message = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     if not tokenizer.apply_chat_template(message, tokenize=False).startswith(tokenizer.bos_token):
-        tokenizer.chat_template = "{{- bos_token }}" + text
+        tokenizer.chat_template = BEGIN + text
+
+
+def template_for_processor(template: str) -> str:
+    """A chat template without what ``begin_as_processor`` put in front of it: the processor of the export adds it."""
+    return template.removeprefix(BEGIN)
