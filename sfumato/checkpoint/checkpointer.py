@@ -96,7 +96,8 @@ class Checkpointer:
             )
         self._saved_step = state.step
         self.run.say(f"resumed from {folder} at step {state.step}")
-        later = [path.name for step, path in checkpoints.items() if step > state.step]
+        # Those of a run that goes back to a named checkpoint are set aside when it begins.
+        later = [path.name for step, path in checkpoints.items() if requested == "auto" and step > state.step]
         if later:
             self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
 

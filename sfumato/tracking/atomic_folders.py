@@ -224,6 +224,31 @@ def prune_checkpoints(root: Path, keep: int, step: int) -> None:
             remove(leftover)
 
 
+def set_later_aside(root: Path, step: int) -> list[str]:
+    """Renames the checkpoints of later steps than one that a run goes back to.
+
+    So ``auto`` does not go on from them where the run is killed before its next save, which removes them.
+
+    Args:
+        root: folder of all checkpoints.
+        step: of the checkpoint that the run goes back to.
+
+    Returns:
+        Their new names; none where the checkpoint of ``step`` itself lies elsewhere, and ``auto`` would start anew.
+    """
+    aside = []
+    checkpoints = list_checkpoints(root)
+    for saved, folder in reversed(checkpoints.items()):  # later ones first: a kill leaves no gap
+        if saved > step and step in checkpoints:
+            target = folder.with_name(f"{folder.name}.later.tmp")
+            remove(target)
+            folder.rename(target)
+            aside.append(target.name)
+    if aside:
+        flush(root)
+    return aside
+
+
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -32,7 +32,7 @@ from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id
+from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id, set_later_aside
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.next_steps import finished_lines, rerun_command
@@ -132,9 +132,10 @@ def _read_config(folder: Path) -> JsonObject:
     """The configuration in a run's folder by dotted name. One that is missing or damaged is empty: nothing is compared
     with it."""
     try:
-        return flatten(read_yaml(folder / "config.yaml"))
+        config = read_yaml(folder / "config.yaml")
     except ConfigError:
         return {}
+    return flatten(config) if config else {}
 
 
 def read_environment(folder: Path) -> JsonObject:
@@ -232,17 +233,26 @@ class RunFolder:
                 f"this configuration differs in {listed(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
             )
-        is_fork = self.wanted not in (None, "auto", "new") and not self._is_own_checkpoint
-        if is_fork and from_step >= total_steps:
+        names_checkpoint = self.wanted not in (None, "auto", "new")
+        if names_checkpoint and not self._is_own_checkpoint and from_step >= total_steps:
             more = rerun_command(train__max_steps=2 * from_step)
             raise FolderError(
                 f"{self.wanted} is of step {from_step}, and this run ends after {total_steps}: nothing is left to do. "
                 f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
             )
         if self.wanted not in (None, "new") and from_step:
-            self._say_what_changed(from_step, environment.get("source_code"))
+            if from_step > total_steps:
+                self._say(
+                    f"the checkpoint is of step {from_step}, and this run ends after {total_steps}: nothing is "
+                    "trained. A larger --train.max_steps goes on"
+                )
+            elif from_step < total_steps:
+                self._say_what_changed(from_step, environment.get("source_code"))
         if self._moves:
             self._move_aside()
+        goes_back = names_checkpoint and self._is_own_checkpoint
+        if goes_back and (aside := set_later_aside(self.path / "checkpoints", from_step)):
+            self._say(f"of later steps, and removed by the next save: {', '.join(aside)}")
         if self.wanted not in (None, "new"):
             for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
                 self._say(line)

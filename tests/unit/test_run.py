@@ -20,7 +20,9 @@ from sfumato.errors import RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.alerts import Alert
+from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.exit import Ending
+from sfumato.tracking.folder import read_environment
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
@@ -162,6 +164,48 @@ def test_a_resume_says_which_settings_are_others(tmp_path: Path, elsewhere: bool
         run.begin(10, 1, [])
         run.close()
         assert log.read_text().count("other settings") == said, "nothing has changed since"
+
+
+def test_a_resume_whose_settings_before_are_lost_names_none_and_one_beyond_the_end_says_so(tmp_path: Path) -> None:
+    run = start(tmp_path)
+    run.begin(10, 0, [])
+    run.log(1, {"loss": 1.0}, show={})
+    run.close()
+    (tmp_path / "run/config.yaml").write_text("")
+    run = start(tmp_path, load_checkpoint_path="auto")
+    run.begin(10, 1, [])
+    run.close()
+    assert "other settings" not in (tmp_path / "run/log.txt").read_text()
+    run = start(tmp_path, load_checkpoint_path="auto")
+    run.begin(3, 4, [])
+    run.close()
+    assert (
+        "the checkpoint is of step 4, and this run ends after 3: nothing is trained"
+        in (tmp_path / "run/log.txt").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("output_dir", "present", "left"),
+    [("run", (1, 2, 10), [1]), ("fork", (1, 2, 10), [1, 2, 10]), ("run", (2, 10), [2, 10])],
+    ids=["gone back", "a fork", "to a copy elsewhere"],
+)
+def test_what_a_run_goes_back_behind_is_not_gone_on_from(
+    tmp_path: Path, output_dir: str, present: tuple[int, ...], left: list[int]
+) -> None:
+    run = start(tmp_path)
+    run.begin(10, 0, [])
+    run.log(1, {"loss": 1.0}, show={})
+    run.close()
+    values = json.dumps({"run_id": read_environment(tmp_path / "run")["run_id"]})
+    for folder in ("copy/global_step_1", *(f"run/checkpoints/global_step_{step}" for step in present)):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "state.json").write_text(values)
+    named = tmp_path / ("run/checkpoints" if 1 in present else "copy") / "global_step_1"
+    run = start(tmp_path, load_checkpoint_path=str(named), output_dir=str(tmp_path / output_dir))
+    run.begin(10, 1, [])  # and is killed before it saves
+    run.close()
+    assert list(list_checkpoints(tmp_path / "run/checkpoints")) == left
 
 
 def test_within_steps_sigterm_and_the_first_interrupt_only_ask(tmp_path: Path) -> None:
