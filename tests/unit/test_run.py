@@ -179,9 +179,10 @@ def test_a_resume_whose_settings_before_are_lost_names_none_and_one_beyond_the_e
     run = start(tmp_path, load_checkpoint_path="auto")
     run.begin(3, 4, [])
     run.close()
-    assert "the checkpoint is of step 4, and this run ends after 3: nothing is trained" in (
-        tmp_path / "run/log.txt"
-    ).read_text()
+    assert (
+        "the checkpoint is of step 4, and this run ends after 3: nothing is trained"
+        in (tmp_path / "run/log.txt").read_text()
+    )
 
 
 @pytest.mark.parametrize(
