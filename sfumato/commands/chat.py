@@ -7,7 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.commands.generation_options import add_text_sampling, generation_options, parse_natural, say
+from sfumato.commands.generation_options import (
+    add_text_sampling,
+    check_line,
+    generation_options,
+    parse_natural,
+    read_any_bytes,
+    say,
+)
 from sfumato.commands.options import add_trust
 from sfumato.config.characters import printable
 from sfumato.config.trust import code_of_configurations
@@ -67,6 +74,7 @@ def run(options: argparse.Namespace) -> int:
         prepare_chat(model, source, settings)
         conversation = ChatSession(model)
         say("before the first answer the engine compares itself with the model: seconds on a GPU, longer on a CPU")
+        read_any_bytes()
         if not sys.stdin.isatty():
             return _answer_lines(conversation)
         say(f"{source.label}: {model.settings.describe()}. /help lists commands.")
@@ -96,7 +104,7 @@ def _talk(conversation: ChatSession) -> int:
                 if not _obey(line, conversation, images):
                     return 0
                 continue
-            answer = conversation.say(line.removeprefix("/"), images, _show)  # of two slashes one is left
+            answer = conversation.say(check_line(line).removeprefix("/"), images, _show)  # of two slashes one is left
         except UserError as error:
             print(printable(f"error: {error}"), file=sys.stderr)
             continue
@@ -118,7 +126,7 @@ def _answer_lines(conversation: ChatSession) -> int:
             if not _obey(line, conversation, images):
                 return 0
             continue
-        answer = conversation.say(line.removeprefix("/"), images, lambda text: None)
+        answer = conversation.say(check_line(line).removeprefix("/"), images, lambda text: None)
         if answer.ending == "interrupted":
             return 130
         images.clear()

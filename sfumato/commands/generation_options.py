@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -31,6 +32,28 @@ def parse_natural(text: str) -> int:
     if not text.isdigit() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 to 2^63 - 1")
     return int(text)
+
+
+def read_any_bytes() -> None:
+    """Has standard input give bytes that are no text as halves of surrogate pairs, which ``check_line`` refuses.
+
+    Reading itself would end with an error of Python, and lose the lines before, since it decodes many at once.
+    """
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+
+
+def check_line(line: str) -> str:
+    """A line of standard input. Raises ConfigError for one that is no text in its encoding."""
+    from sfumato.errors import ConfigError
+
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError(
+            f"standard input has a line that is not text in UTF-8: {line.strip()[:40]!r}: save it as UTF-8"
+        ) from error
+    return line
 
 
 def add_prompts(parser: argparse.ArgumentParser) -> None:

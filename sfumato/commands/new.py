@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -38,13 +39,13 @@ README = """# {name}
 {config}: {config_summary}.
 
 ```
-sfumato check {folder}/config.yaml --task {task}
-sfumato launch {folder}/{task}.py {folder}/config.yaml
+sfumato check {config_path} --task {task}
+sfumato launch {script} {config_path}
 pytest {folder}
 ```
 
 - `{task}.py` is the whole training, from top to bottom. It is yours: change it.
-- `config.yaml` holds its settings; `--section.field VALUE` after it overrides one, `sfumato launch {folder}/{task}.py
+- `config.yaml` holds its settings; `--section.field VALUE` after it overrides one, `sfumato launch {script}
   --help` lists them all. Relative paths of data and of runs start where you call.
 - `test_{task}.py` runs the script for two steps on the small model of `tiny.yaml`, on a CPU.
 - Python files in this folder can be named in `config.yaml`: `type: my_rewards:MyReward`.
@@ -95,9 +96,10 @@ def run(options: argparse.Namespace) -> int:
     """Makes the folder, and says what to type next."""
     task, config = choose(options.task, options.config)
     make_project(options.folder, task, config)
-    folder = options.folder.as_posix()
-    print(printable(f"{folder}: {', '.join(sorted(path.name for path in options.folder.iterdir()))}"))
-    print(printable(f"sfumato launch {folder}/{task}.py {folder}/config.yaml"))
+    files = sorted(path.name for path in options.folder.iterdir())
+    print(printable(f"{options.folder.as_posix()}: {', '.join(files)}"))
+    script, config_path = (_as_argument(options.folder / name) for name in (f"{task}.py", "config.yaml"))
+    print(printable(f"sfumato launch {script} {config_path}"))
     return 0
 
 
@@ -156,7 +158,9 @@ def make_project(folder: Path, task: str, config: Path) -> None:
             scripts[name] = task_files()[name].read_text(encoding="utf-8")
     readme = README.format(
         name=folder.name,
-        folder=folder.as_posix(),
+        folder=_as_argument(folder),
+        script=_as_argument(folder / f"{task}.py"),
+        config_path=_as_argument(folder / "config.yaml"),
         task=task,
         task_summary=summary_of_script(task_files()[task]),
         config=config.stem,
@@ -189,17 +193,22 @@ def _free_name(path: Path, taken: set[str]) -> str:
     return path.name if path.name not in taken else f"{path.parent.name}_{path.name}"
 
 
+def _as_argument(path: Path) -> str:
+    """A path as a shell takes it for one word."""
+    return shlex.quote(path.as_posix())
+
+
 def _rename(text: str, names: dict[str, str], folder: Path, task: str) -> str:
     """A file's text with the names that its files have in the project, and with commands that start there."""
 
     def launch(match: re.Match[str]) -> str:
-        script = f"{folder.as_posix()}/{task}.py" if match[1] == task else match[1]
+        script = _as_argument(folder / f"{task}.py") if match[1] == task else match[1]
         return f"sfumato launch {script}"
 
     lines = []
     for line in text.splitlines(keepends=True):
         is_command = "bash train.sh" in line
         for shipped, name in names.items():
-            line = line.replace(shipped, f"{folder.as_posix()}/{name}" if is_command else name)
+            line = line.replace(shipped, _as_argument(folder / name) if is_command else name)
         lines.append(COMMAND.sub(launch, line))
     return "".join(lines)

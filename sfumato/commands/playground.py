@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.commands.generation_options import add_generation, generation_options, say
+from sfumato.commands.generation_options import add_generation, check_line, generation_options, read_any_bytes, say
 from sfumato.config.characters import printable
 from sfumato.config.trust import code_of_configurations
 
@@ -56,6 +56,7 @@ def run(options: argparse.Namespace) -> int:
             if options.json:
                 _print({"error": str(error)})
             raise
+        read_any_bytes()
         if options.json:
             out = options.out or choose_folder(None, "playground")
             _print({"checkpoints": [*playground.checkpoints], "has_base": playground.has_base, "memory": _memory()})
@@ -84,7 +85,7 @@ def _answer_lines(playground: Playground, out: Path | None, has_base: bool) -> i
             continue
         number += 1
         try:
-            for answer in playground.ask(Question(line, with_base=has_base)):
+            for answer in playground.ask(Question(check_line(line), with_base=has_base)):
                 has_file = answer.sample.image is not None or answer.sample.sound is not None
                 if has_file and folder is None:
                     folder = choose_folder(out, "playground")
@@ -126,7 +127,7 @@ def _parse_object(line: str) -> dict[str, object]:
     if len(line) > MOST_LINE:
         raise ConfigError(f"a question has at most {MOST_LINE:,} characters")
     try:
-        value = load_json(line.encode("utf-8", "replace"), max_values=10_000, max_depth=10)
+        value = load_json(check_line(line).encode(), max_values=10_000, max_depth=10)
     except ValueError as error:
         raise ConfigError(f"a question must be one line of JSON: {str(error)[:200]}") from error
     if not isinstance(value, dict):

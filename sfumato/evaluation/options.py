@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
+from pydantic import ValidationError
 
+from sfumato.config.base import Section
 from sfumato.config.rl import RLConfig
 from sfumato.errors import ConfigError
 
@@ -22,6 +24,14 @@ OF_FOLDERS = ("dtype", "max_sequence_length")
 
 OPTION_OF = {"num_inference_steps": "steps"}
 """Options whose names differ from those of the settings."""
+
+PROMPT_OPTIONS = {
+    "eval_path": "--prompts",
+    "prompt_key": "--prompt-key",
+    "chat_template": "--chat-template",
+    "system_prompt": "--system-prompt",
+}
+"""Options by the fields of a run's data that they stand for."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,6 +85,34 @@ class GenerationOptions:
     def dtype_on(self, device: torch.device) -> Literal["fp32", "bf16"]:
         """The precision of folders of weights."""
         return self.dtype or ("bf16" if device.type == "cuda" else "fp32")
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+
+def build_section(section: type[SectionT], fields: Mapping[str, object], options: Mapping[str, str]) -> SectionT:
+    """A section of a configuration whose fields are options of a command.
+
+    Args:
+        section: its class.
+        fields: its values.
+        options: the option from which a field comes.
+
+    Raises:
+        ConfigError: naming each option whose value is not valid.
+    """
+    try:
+        return section.model_validate(fields)
+    except ValidationError as error:
+        mistakes = [(options[str(part["loc"][0])], part) for part in error.errors() if str(part["loc"][0]) in options]
+        if not mistakes:
+            raise
+        texts = [
+            f"{option} {part['input']!r}: {part['msg'].removeprefix('Value error, ')}; give another value, or leave "
+            "the option out"
+            for option, part in mistakes
+        ]
+        raise ConfigError("\n".join(texts)) from error
 
 
 def follow_run(config: TaskConfig, device: torch.device) -> None:

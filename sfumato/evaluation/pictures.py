@@ -22,7 +22,7 @@ from sfumato.data.images.source_images import check_source_images, group_by_sour
 from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
 from sfumato.evaluation.model_files import check_model_files, check_model_is_here
-from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
+from sfumato.evaluation.options import OF_FOLDERS, PROMPT_OPTIONS, GenerationOptions, build_section, follow_run
 from sfumato.evaluation.sources import ModelSource, one_process
 from sfumato.models.diffusion.adapter_files import load_from_diffusers
 from sfumato.models.diffusion.base import DiffusionModel, set_output
@@ -352,9 +352,10 @@ def typed_prompts(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
 
 def filed_prompts(path: str, key: str | None, limit: int | None) -> list[Prompt]:
     """The prompts of a file; its other columns are metadata. Raises DataError as ``load_prompts``."""
-    config = PromptDataConfig(train_path=path, eval_path=path, max_source_images=MOST_SOURCE_IMAGES)
+    fields: dict[str, object] = {"train_path": path, "eval_path": path, "max_source_images": MOST_SOURCE_IMAGES}
     if key is not None:
-        config = config.model_copy(update={"prompt_key": key})
+        fields["prompt_key"] = key
+    config = build_section(PromptDataConfig, fields, PROMPT_OPTIONS)
     prompts = load_prompts(config, "eval")
     return prompts[:limit]
 

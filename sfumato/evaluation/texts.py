@@ -28,7 +28,7 @@ from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_templ
 from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
 from sfumato.errors import ConfigError
 from sfumato.evaluation.model_files import check_model_files, check_model_is_here
-from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, follow_run
+from sfumato.evaluation.options import OF_FOLDERS, PROMPT_OPTIONS, GenerationOptions, build_section, follow_run
 from sfumato.evaluation.sources import ModelSource, SourceRun, one_process
 from sfumato.models.language.hf_config import changing_positions, known_positions
 from sfumato.models.language.load import build_language_model
@@ -346,7 +346,7 @@ def filed_text_prompts(model: TextModel, path: str, key: str | None, limit: int 
             )
         data_type = replace(data_type, prompt_key=key)
     fields = {"data_type": data_type, "train_path": path, "eval_path": path, "max_prompt_tokens": longest or 2**20}
-    config = TextPromptDataConfig.model_validate(fields)
+    config = build_section(TextPromptDataConfig, fields, PROMPT_OPTIONS)
     tools = model.settings.kind.tools()
     return load_text_prompts(config, model.template, "eval", tools=tools, log=model.say)[:limit]
 
@@ -470,7 +470,7 @@ def _template(model: LanguageModel, data: TextDataConfig | None, options: Genera
         fields["chat_template_options"] = data.chat_template_options
     if chosen != PLAIN:
         fields["system_prompt"] = options.system_prompt
-    section = TextPromptDataConfig.model_validate(fields)
+    section = build_section(TextPromptDataConfig, fields, PROMPT_OPTIONS)
     return build_prompt_template(section, model.tokenizer, None if model.vision is None else model.vision.reader)
 
 

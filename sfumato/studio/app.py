@@ -242,7 +242,9 @@ class Studio:
     def log(self, request: Request) -> Response:
         """A part of the log."""
         before = number_parameter(request, "before", -1, least=-1)
-        return json_response(read_log(self._run(request), None if before < 0 else before))
+        after = number_parameter(request, "after", -1, least=-1)
+        read = read_log(self._run(request), None if before < 0 else before, None if after < 0 else after)
+        return json_response(read)
 
     def thumbnail(self, request: Request) -> Response:
         """A small copy of a picture. Its address holds the version of the file, so that browsers may keep it."""

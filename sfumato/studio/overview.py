@@ -137,6 +137,7 @@ def _figures(reader: RunReader) -> list[JSON]:
             "best": figure.best,
             "change": figure.change,
             "has_direction": figure.has_direction,
+            "lost_at": figure.lost_at,
         }
         for figure in figures
     ]
@@ -169,8 +170,14 @@ def describe_files(reader: RunReader) -> JSON:
     return {"config": printable(text), "facts": list_facts(reader.environment())}
 
 
-def read_log(reader: RunReader, before: int | None) -> JSON:
+def read_log(reader: RunReader, before: int | None, after: int | None = None) -> JSON:
     """A part of the log that ends before a byte, by default its end.
+
+    Args:
+        reader: of the run.
+        before: the byte.
+        after: a byte from which on the end is wanted alone; where that is too much, or the file is shorter now, the
+            part is what it is without.
 
     Returns:
         ``text``; ``first`` and ``last``, the bytes that it spans, at whole lines.
@@ -181,11 +188,13 @@ def read_log(reader: RunReader, before: int | None) -> JSON:
         size = 0
     last = size if before is None else max(0, min(before, size))
     first = max(0, last - LOG_BYTES)
+    goes_on = after is not None and first <= after <= last
+    first = after if goes_on and after is not None else first
     try:
         content = read_part(reader.folder, "log.txt", first, last - first)
     except DataError as error:
         return {"text": str(error), "first": 0, "last": 0}
-    if first:
+    if first and not goes_on:
         cut, newline, rest = content.partition(b"\n")
         if newline:
             first += len(cut) + 1

@@ -62,10 +62,9 @@ class Curve:
 
     @property
     def is_flat(self) -> bool:
-        """Whether all values are the same one."""
+        """Whether all values are the same one, or none is finite."""
         values = self.arrays()[1]
-        values = values[np.isfinite(values)]
-        return len(values) == 0 or bool((values == values[0]).all())
+        return not np.isfinite(values).any() or bool((values == values[0]).all())
 
     @property
     def last(self) -> float | None:

@@ -23,6 +23,7 @@ class Headline:
         best: of the best one; the highest where it is not known which values are better.
         change: whether the last value is better than the first.
         has_direction: whether it is known which values are better.
+        lost_at: step of the newest evaluation where its value was not finite; None where it was.
     """
 
     name: str
@@ -31,10 +32,11 @@ class Headline:
     best: tuple[int, float]
     change: Literal["better", "worse", "unknown"]
     has_direction: bool
+    lost_at: int | None
 
     @property
     def is_single(self) -> bool:
-        """Whether there was one evaluation alone."""
+        """Whether one evaluation alone has a value."""
         return self.first[0] == self.last[0]
 
 
@@ -56,7 +58,9 @@ def headlines(metrics: SeriesView, weights: Mapping[str, float]) -> list[Headlin
         best = (min if direction < 0 else max)(values, key=lambda item: item[1])
         gain = direction * (values[-1][1] - values[0][1])
         change = "better" if gain > 0 else "worse" if gain < 0 else "unknown"
-        figures.append(Headline(name, values[0], values[-1], best, change, bool(direction)))
+        newest = max(metrics[name])
+        lost_at = None if newest == values[-1][0] else newest
+        figures.append(Headline(name, values[0], values[-1], best, change, bool(direction), lost_at))
     return figures
 
 

@@ -153,6 +153,8 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
         if headline.is_single:
             numbers = f"<b>{first:.3f}</b>"
             note = f"one evaluation so far, at step {first_step}"
+            if headline.lost_at is not None:
+                note = f"step {first_step} alone has a value"
         else:
             numbers = (
                 f'<span class="first">{first:.3f}</span><span class="arrow">→</span><b>{last:.3f}</b>'
@@ -160,6 +162,8 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
             )
             which = "best" if headline.has_direction else "highest"
             note = f"before: step {first_step} · after: {last_step} · {which}: {best:.3f} at {best_step}"
+        if headline.lost_at is not None:
+            note += f' · <span class="warn">not finite at step {headline.lost_at}</span>'
         name = escape(headline.name)
         cards.append(
             f'<div class="card" data-metric="{name}"><p class="note">{name.removeprefix("eval/")}</p>'

@@ -75,6 +75,12 @@ class SwanlabTracker(_LoggedRun):
 
     def __init__(self, output_dir: Path, resumed: bool, config: Mapping[str, object]) -> None:
         swanlab = _import("swanlab")
+        mode = os.environ.get("SWANLAB_MODE")
+        if mode == "local" and importlib.util.find_spec("swanboard") is None:
+            raise MissingDependencyError(
+                "train.trackers: swanlab with SWANLAB_MODE=local keeps no index of its runs without swanboard, and "
+                "`swanlab watch` shows none: pip install 'swanlab[dashboard]', or set SWANLAB_MODE=offline"
+            )
         folder = output_dir / "swanlab"
         known_id = _read_known_id(folder, resumed)
         self._image = swanlab.Image
@@ -84,7 +90,7 @@ class SwanlabTracker(_LoggedRun):
             log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
             id=known_id or _keep_id(folder, secrets.token_hex(8)),
             resume="allow" if known_id else "never",
-            mode=os.environ.get("SWANLAB_MODE"),
+            mode=mode,
             config=dict(config),
         )
 

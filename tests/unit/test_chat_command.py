@@ -92,6 +92,21 @@ def test_commands_take_back_begin_anew_and_save(folder, monkeypatch, capsys, tmp
     assert row["messages"][2]["content"] == "reverse xyz"
 
 
+def test_lines_that_are_no_text_are_refused_and_those_before_are_answered(folder, monkeypatch, capsys):
+    piped = io.TextIOWrapper(io.BytesIO(b"Who?\n\xff\n"), encoding="utf-8")
+    monkeypatch.setattr("sys.stdin", piped)
+    assert main(["chat", str(folder), "--temperature", "0", "--max-new-tokens", "8"]) == 2
+    out, err = capsys.readouterr()
+    assert out.splitlines() == shown(expected_answers(folder, ["Who?"]))
+    assert "not text in UTF-8" in err
+
+
+@pytest.mark.parametrize(("option", "value"), [("--system-prompt", ""), ("--chat-template", "None")])
+def test_a_value_that_no_run_may_have_is_an_error_of_its_option(folder, monkeypatch, capsys, option, value):
+    assert chat(monkeypatch, ["Who?"], folder, option, value) == 2
+    assert f"error: {option}" in capsys.readouterr().err
+
+
 def test_an_answer_is_shown_while_it_is_drawn(conversation):
     pieces = []
     answer = conversation.say("reverse abc", [], pieces.append)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -56,6 +57,18 @@ def test_files_that_a_configuration_names_come_along_with_all_that_they_name(tmp
     assert maker.model.config_path == str(project / "tiny_qwen3_2_layers.yaml")
     assert f"sfumato launch train_text {project}/calculator_sft.yaml" in (project / "calculator_sft.yaml").read_text()
     assert not any("train.sh" in path.read_text() for path in project.glob("*.yaml"))
+
+
+def test_commands_of_a_project_can_be_pasted_whatever_its_folder_is_called(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["new", "it's mine", "--config", "quickstart/text_sft"]) == 0
+    words = ["sfumato", "launch", "it's mine/train_text.py", "it's mine/config.yaml"]
+    commands = [capsys.readouterr().out.splitlines()[-1]]
+    commands += [line for line in (tmp_path / "it's mine/README.md").read_text().splitlines() if "launch" in line][:1]
+    commands += [line[1:] for line in (tmp_path / "it's mine/config.yaml").read_text().splitlines() if "launch" in line]
+    assert [shlex.split(command) for command in commands] == [words] * 3
 
 
 def test_a_folder_that_exists_and_names_that_are_none_are_refused(

@@ -169,6 +169,13 @@ def test_a_checkpoint_that_is_damaged_or_removed_meanwhile(pictures_run, tmp_pat
     assert "saved nothing" in lines[0]["error"]
 
 
+def test_a_line_that_is_no_text_is_an_error_and_the_others_are_answered(text_run, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\n3 + 4 =\n"), encoding="utf-8"))
+    assert main(["playground", str(text_run), "--max-new-tokens", "4"]) == 0
+    output = capsys.readouterr()
+    assert "not text in UTF-8" in output.err and output.out.startswith("base: ")
+
+
 def test_lines_of_a_person(text_run, pictures_run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("3 + 4 =\n\n"))
     assert main(["playground", str(text_run), "--max-new-tokens", "4"]) == 0

@@ -143,6 +143,16 @@ def test_headline_shows_before_after_difference_and_best(tmp_path):
     assert page.values("data-metric", "div") == ["eval/reward/ocr"], "only rewards stand in the headline"
 
 
+def test_an_evaluation_without_a_number_is_said_and_is_not_left_out(tmp_path):
+    steps = [{"step": step, "eval/reward/ocr": value} for step, value in enumerate([0.25, 0.5, None])]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps))
+    page, _ = read_page(tmp_path)
+    assert "0.250→0.500+0.250" in page.text and "not finite at step 2" in page.text
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in steps[1:]))
+    page, _ = read_page(tmp_path)
+    assert "step 1 alone has a value" in page.text and "one evaluation so far" not in page.text
+
+
 def test_one_evaluation_has_no_after(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 0, "eval/reward/ocr": 0.25}\n')
     page, _ = read_page(tmp_path)

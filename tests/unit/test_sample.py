@@ -10,7 +10,8 @@ from PIL import Image
 
 from sfumato.cli import main
 from sfumato.config.load import merge
-from sfumato.evaluation.pictures import PictureModel
+from sfumato.errors import ConfigError
+from sfumato.evaluation.pictures import PictureModel, filed_prompts
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.embedded import engine
@@ -252,3 +253,9 @@ def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch,
     assert {row["model"] for row in rows_of(tmp_path / "out")} == {"base"}
     assert "interrupted: 2 samples are written" in capsys.readouterr().err
     assert "samples are missing" in (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("name", ["", "None"])
+def test_prompts_of_a_file_without_a_name_are_an_error_of_the_option(name):
+    with pytest.raises(ConfigError, match=f"--prompts '{name}'"):
+        filed_prompts(name, None, None)

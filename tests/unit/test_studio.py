@@ -165,6 +165,16 @@ def test_curves_of_a_resumed_run_are_those_of_its_file(client, runs):
     assert metrics["lr"]["is_flat"] and not metrics["loss"]["is_flat"] and metrics["time/step_s"]["last"] == 0.5
 
 
+def test_a_metric_that_is_no_number_any_more_is_neither_flat_nor_as_it_was(client, runs):
+    with (runs / "a" / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 13, "lr": None, "eval/reward/total": None}) + "\n")
+    metrics = {line["name"]: line for line in read(client, "/api/metrics", run="a")["metrics"]}
+    assert not metrics["lr"]["is_flat"] and metrics["lr"]["last"] is None
+    figures = {figure["name"]: figure for figure in read(client, "/api/overview", run="a")["figures"]}
+    assert figures["eval/reward/total"]["lost_at"] == 13 and figures["eval/reward/total"]["last"][0] == 12
+    assert figures["eval/reward/small"]["lost_at"] is None
+
+
 def test_the_mean_of_a_reduced_curve_is_that_of_the_whole():
     values = np.random.default_rng(1).normal(size=3_000)
     values[1000] = 1e9  # leaves nothing of itself in means that do not hold it
@@ -425,6 +435,11 @@ def test_the_log_is_read_from_its_end(client, runs):
     last = read(client, "/api/log", run="a")
     assert last["text"].endswith("line 19999 é\n") and last["first"] > 0
     text, first = last["text"], last["first"]
+    with (runs / "a" / "log.txt").open("a") as file:
+        file.write("a new line\n")
+    new = read(client, "/api/log", run="a", after=last["last"])
+    assert new["text"] == "a new line\n" and new["first"] == last["last"]
+    assert read(client, "/api/log", run="a", after=first - 10**5)["first"] > first, "too much for one answer"
     while first:
         part = read(client, "/api/log", run="a", before=first)
         text, first = part["text"] + text, part["first"]

@@ -100,6 +100,13 @@ def test_a_service_that_does_not_start_is_an_error_in_one_line_with_the_remedy(t
         trackers.build_trackers(["mlflow"], tmp_path)
 
 
+def test_swanlab_without_the_dashboard_that_its_local_mode_needs_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "swanlab", types.SimpleNamespace())
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"swanlab\[dashboard\].*or set SWANLAB_MODE=offline"):
+        start_service("swanlab", tmp_path, False, CONFIG)
+
+
 def test_names_that_mlflow_refuses_are_changed():
     assert mlflow_name("eval/loss/data (1)@v2") == "eval/loss/data _1__v2"
     assert mlflow_name("reward/clip+ocr") == "reward/clip_ocr" and len(mlflow_name("x" * 300)) == 250
@@ -129,6 +136,7 @@ def test_wandb_offline_keeps_the_run_id(tmp_path):
 @pytest.mark.slow
 def test_swanlab_local_keeps_the_run_id(tmp_path):
     pytest.importorskip("swanlab")
+    pytest.importorskip("swanboard")
     first, second = log_and_resume("swanlab", tmp_path)
     assert first == second
     lines = [

@@ -70,8 +70,8 @@ export class CurveFigure {
       return;
     }
     const data = tables.length > 1 ? uPlot.join(tables) : tables[0];
-    this.last = series.length ? lastOf(tables[0][1]) : null;
-    this.value.textContent = this.last === null ? "" : number(this.last);
+    this.last = number(tables[0][1].at(-1));
+    this.value.textContent = this.last;
     const shape = JSON.stringify(series.map((item) => [item.label, item.shade, item.points]));
     if (this.plot && this.shape === shape) {
       this.plot.setData(data, true);
@@ -113,7 +113,7 @@ export class CurveFigure {
   say(plot) {
     const index = plot.cursor.idx;
     if (index === null || index === undefined) {
-      this.value.textContent = this.last === null ? "" : number(this.last);
+      this.value.textContent = this.last;
       return;
     }
     const values = this.series.map((item, i) => [item, plot.data[i + 1][index]])
@@ -151,11 +151,6 @@ function tick(value, step) {
 function axisWidth(texts) {
   const longest = (texts ?? []).reduce((most, text) => Math.max(most, text.length), 0);
   return Math.max(54, 14 + 6.6 * longest);
-}
-
-function lastOf(values) {
-  for (let i = values.length - 1; i >= 0; i--) if (values[i] !== null && values[i] !== undefined) return values[i];
-  return null;
 }
 
 /**

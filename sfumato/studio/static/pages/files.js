@@ -10,7 +10,7 @@ export async function show(view, parameters) {
   let first = 0;
   const earlier = h("button", {type: "button", onclick: async () => {
     const part = await get("/api/log", {run, before: first});
-    log.textContent = part.text + log.textContent;
+    log.prepend(part.text);
     first = part.first;
     earlier.disabled = first === 0;
   }}, "earlier lines");
@@ -20,12 +20,15 @@ export async function show(view, parameters) {
 
   let seen = null;
   async function update() {
-    const part = await get("/api/log", {run});
+    const part = await get("/api/log", {run, after: seen});
     if (seen === part.last) return;
     const isAtEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 20;
-    // lines that were asked for further above stay, where the parts meet
-    log.textContent = part.text || "nothing yet";
-    first = part.first;
+    // new lines come below what is read, and lines that were asked for further above stay
+    if (seen && part.first === seen) log.append(part.text);
+    else {
+      log.textContent = part.text || "nothing yet";
+      first = part.first;
+    }
     seen = part.last;
     earlier.disabled = first === 0;
     if (isAtEnd) log.scrollTop = log.scrollHeight;

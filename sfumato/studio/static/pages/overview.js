@@ -61,12 +61,15 @@ function headlines(data) {
   const cards = data.figures.map((figure) => {
     const [[firstStep, first], [lastStep, last], [bestStep, best]] = [figure.first, figure.last, figure.best];
     const isSingle = firstStep === lastStep;
+    const isLost = figure.lost_at !== null;
+    const single = isLost ? `step ${firstStep} alone has a value` : `one evaluation so far, at step ${firstStep}`;
     return h("div", {class: "card", data: {metric: figure.name}}, h("p", {class: "note"}, figure.name.replace(/^eval\//, "")),
       h("p", {class: "numbers"}, isSingle ? h("b", {}, first.toFixed(3)) : [
         h("span", {class: "first"}, first.toFixed(3)), h("span", {class: "first"}, "→"), h("b", {}, last.toFixed(3)),
         h("span", {class: `change ${figure.change}`}, signed(last - first))]),
-      h("p", {class: "note"}, isSingle ? `one evaluation so far, at step ${firstStep}`
-        : `before: step ${firstStep} · after: ${lastStep} · ${figure.has_direction ? "best" : "highest"}: ${best.toFixed(3)} at ${bestStep}`));
+      h("p", {class: "note"}, isSingle ? single
+        : `before: step ${firstStep} · after: ${lastStep} · ${figure.has_direction ? "best" : "highest"}: ${best.toFixed(3)} at ${bestStep}`,
+        isLost && h("span", {class: "warn"}, ` · not finite at step ${figure.lost_at}`)));
   });
   return h("section", {}, h("h2", {}, "Evaluation: before and after"), h("div", {class: "cards"}, cards));
 }

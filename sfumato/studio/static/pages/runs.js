@@ -73,7 +73,8 @@ export async function show(view, parameters, {keepInAddress, isShown}) {
       h("td", {}, h("div", {class: "figures"}, line.figures.map((figure) =>
         h("small", {title: figure.name}, `${figure.name.replace(/^eval\//, "")} `, h("b", {}, number(figure.last[1])), " ",
           figure.first[0] !== figure.last[0] &&
-            h("span", {class: figure.change}, signed(figure.last[1] - figure.first[1])))))),
+            h("span", {class: figure.change}, signed(figure.last[1] - figure.first[1])),
+          figure.lost_at !== null && h("span", {class: "warn"}, ` not finite at ${figure.lost_at}`))))),
       h("td", {}, h("small", {}, line.task)), h("td", {}, h("small", {}, line.date)));
   }
 
