@@ -21,7 +21,8 @@ import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics, old_policy
+from sfumato.algorithms.mismatch import Mismatch, mismatch_metrics
+from sfumato.algorithms.off_policy import old_policy
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.diffusion_rl import TrajectoryRLConfig

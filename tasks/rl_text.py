@@ -17,9 +17,9 @@ from typing import cast
 import torch
 
 from sfumato.algorithms.advantages import Advantages
-from sfumato.algorithms.off_policy import Mismatch, mismatch_metrics
+from sfumato.algorithms.mismatch import Mismatch, mismatch_metrics
+from sfumato.algorithms.row_losses import value_loss
 from sfumato.algorithms.sequences import Sequences
-from sfumato.algorithms.token_advantages import value_loss
 from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text_rl import TextRLConfig

@@ -6,7 +6,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sfumato.data.files.rows import text_field
-from sfumato.data.text.format import Document, TextFormat, TextSample, fingerprint_of, fit
+from sfumato.data.text.document import Document, TextSample
+from sfumato.data.text.format import TextFormat, fingerprint_of, fit
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 from sfumato.config.sections import EpochTrainConfig
 from sfumato.data.files.sources import Sources
 from sfumato.data.loader import IndexLoader
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.errors import DataError, OverlongError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh

@@ -10,11 +10,12 @@ Shapes: R rows, each a decision that a policy made at random: a (sample, trained
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 
 from sfumato.algorithms.dynamics import GaussianStep
+from sfumato.algorithms.row_losses import RowLosses, masked
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
@@ -45,10 +46,6 @@ class SampledSteps:
         if self.means is None:
             raise ValueError("this objective needs the means of the sampled steps")
         return self.means
-
-
-RowLosses: TypeAlias = "tuple[Float[Tensor, 'rows'], dict[str, Float[Tensor, '']]]"
-"""The loss of each row, and sums over rows by the names of their metrics."""
 
 
 @dataclass(frozen=True)
@@ -129,11 +126,6 @@ def ratio_sums(
         "ratio/mean": masked(ratio.detach(), mask).sum(),
         "ratio/approx_kl": 0.5 * (log_ratio.detach() ** 2).sum(),
     }
-
-
-def masked(values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None) -> Float[Tensor, "rows"]:
-    """``[R]`` with zeros without gradient in the rows outside the mask; None of a mask changes nothing."""
-    return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
 
 
 def check_clip_ranges(clip_range: float, clip_range_high: float | None) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from sfumato.algorithms.objectives import RowLosses, masked
+from sfumato.algorithms.row_losses import masked
 from sfumato.algorithms.sequences import Reduce, Sequences, alone
 
 if TYPE_CHECKING:
@@ -316,43 +316,6 @@ def whitened(
     variance = squares / (count - ddof).clamp(min=1)
     scaled = torch.where(count > ddof, centred * torch.rsqrt(variance + eps), centred)
     return masked(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
-
-
-def value_loss(
-    values: Float[Tensor, "rows"],
-    old_values: Float[Tensor, "rows"],
-    returns: Float[Tensor, "rows"],
-    mask: Bool[Tensor, "rows"],
-    clip_range: float | None = 0.5,
-    factor: float = 0.5,
-) -> RowLosses:
-    """factor max((V - G)^2, (clip(V, V_old - c, V_old + c) - G)^2) of each row.
-
-    Args:
-        values: ``[R]``, with gradients.
-        old_values: ``[R]``, from before the update.
-        returns: ``[R]``.
-        mask: bool ``[R]``.
-        clip_range: c; None clips none.
-        factor: 0.5 in verl, OpenRLHF and AReaL, 1 in slime.
-
-    Returns:
-        The loss ``[R]``, 0 outside the mask, and sums over rows named ``value/...``.
-
-    Raises:
-        ValueError: when ``clip_range`` is not above 0.
-    """
-    if clip_range is not None and not clip_range > 0:
-        raise ValueError(f"clip_range {clip_range} of the values must be above 0, or null")
-    values = masked(values, mask)
-    losses = (values - returns).square()
-    stats = {"value/error": masked(losses.detach(), mask).sum(), "value/mean": values.detach().sum()}
-    if clip_range is not None:
-        bounded = (values - old_values).clamp(-clip_range, clip_range) + old_values
-        clipped = (bounded - returns).square()
-        stats["value/clipped"] = masked((clipped > losses).float(), mask).sum()
-        losses = torch.maximum(losses, clipped)
-    return masked(factor * losses, mask), stats
 
 
 def _select_rows(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:

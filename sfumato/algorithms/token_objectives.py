@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 
-from sfumato.algorithms.objectives import RowLosses, check_clip_ranges, clipped_surrogate, masked, ratio_sums
+from sfumato.algorithms.objectives import check_clip_ranges, clipped_surrogate, ratio_sums
+from sfumato.algorithms.row_losses import RowLosses, masked
 from sfumato.algorithms.sequences import Sequences
 
 if TYPE_CHECKING:

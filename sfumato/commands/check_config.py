@@ -54,13 +54,13 @@ from sfumato.models.estimate.meta_models import language_model_on_meta
 from sfumato.models.estimate.meta_vision import vision_on_meta
 from sfumato.models.language.load import build_tokenizer, read_model_config
 from sfumato.models.language.parts import source_of, where_described
-from sfumato.models.language.router_loss import (
+from sfumato.models.language.router_config import (
     adds_router_loss,
     asked_coefficient,
-    check_router_settings,
     describe_router_loss,
     refuse_router_loss,
 )
+from sfumato.models.language.router_loss import check_router_settings
 from sfumato.models.language.source_folder import describe_jitter, describe_left_out
 from sfumato.models.language.untrained_tokens import describe_untrained_tokens
 from sfumato.parallel.layout import Layout

@@ -10,14 +10,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.noise import keyed_permutation
-from sfumato.algorithms.objectives import Ratio, RatioObjective
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.rl import RLConfig
 from sfumato.parallel.bin_packing import pack
@@ -26,6 +25,9 @@ from sfumato.parallel.parallelize import accumulate
 from sfumato.rollout.batch import Passes, RankBatch, Rollout, SampleRequest, join_rollouts
 from sfumato.runtime.decisions import Decisions, rows_with_gradient
 from sfumato.runtime.states import Actor
+
+if TYPE_CHECKING:
+    from sfumato.algorithms.objectives import Ratio, RatioObjective
 
 
 @dataclass(frozen=True)

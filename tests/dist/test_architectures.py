@@ -20,7 +20,7 @@ from torch import Tensor
 from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError

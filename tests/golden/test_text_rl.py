@@ -19,6 +19,7 @@ from sfumato.algorithms.advantages import GroupAdvantage, LeaveOneOut
 from sfumato.algorithms.aggregation import row_weights
 from sfumato.algorithms.off_policy import Decoupled, KLRejection, OffPolicy, Rejection
 from sfumato.algorithms.preference import preference_loss
+from sfumato.algorithms.row_losses import value_loss
 from sfumato.algorithms.sequences import Sequences
 from sfumato.algorithms.token_advantages import (
     GAE,
@@ -27,7 +28,6 @@ from sfumato.algorithms.token_advantages import (
     discounted_returns,
     gae,
     token_rewards,
-    value_loss,
     whitened,
 )
 from sfumato.algorithms.token_kl import TokenKL

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError

@@ -23,9 +23,9 @@ ALGORITHMS = "sfumato.algorithms"
 MODULES = {
     f"{ALGORITHMS}.{name}"
     for name in (
-        "advantages", "aggregation", "flow_matching", "forward_kl", "kl", "objectives", "off_policy", "preference",
-        "reward_models",
-        "sequences", "token_advantages", "token_kl", "token_objectives",
+        "advantages", "aggregation", "flow_matching", "forward_kl", "kl", "mismatch", "objectives", "off_policy",
+        "preference", "reward_models",
+        "row_losses", "sequences", "token_advantages", "token_kl", "token_objectives",
     )
 }  # fmt: skip
 MODULES |= {f"{ALGORITHMS}.forward_process.{name}" for name in ("noised", "sample_losses", "group_losses")}
@@ -120,7 +120,7 @@ def noised():
 
 
 def correction():
-    from sfumato.algorithms.off_policy import Correction
+    from sfumato.algorithms.mismatch import Correction
 
     return Correction(torch.ones(R), torch.zeros(R).double(), torch.zeros(R) > 0, torch.zeros(R) > 0)
 
@@ -164,7 +164,7 @@ def old_policy_arguments():
 
 
 def mismatch_arguments():
-    return (of_kind("off_policy:Mismatch"), normal(R), correction(), normal(R), torch.rand(R), MASK)
+    return (of_kind("mismatch:Mismatch"), normal(R), correction(), normal(R), torch.rand(R), MASK)
 
 
 TOKENS = (normal(2, 5, 8), normal(11, 8), torch.arange(10).view(2, 5), 1.0, normal(11))
@@ -190,10 +190,10 @@ CALLS = {
     "objectives:SampledSteps.old_means": lambda: (sampled(),),
     "objectives:clipped_surrogate": lambda: (normal(R), SIGNS, 0.1, 0.1, MASK),
     "objectives:ratio_sums": lambda: (normal(R), normal(R), MASK),
-    "objectives:masked": lambda: (normal(R), MASK),
+    "row_losses:masked": lambda: (normal(R), MASK),
     "off_policy:OffPolicy.correct": lambda: (of_kind("off_policy:Rejection"), normal(R), ROWS, MASK),
     "off_policy:log_ratio_of": lambda: (normal(R), ROWS, "trajectory", MASK),
-    "off_policy:Mismatch.add": mismatch_arguments,
+    "mismatch:Mismatch.add": mismatch_arguments,
     "off_policy:old_policy": old_policy_arguments,
     "preference:preference_loss": lambda: (normal(3), normal(3), 0.1, "ipo", 0.0, (normal(3) + 9, normal(3) + 9)),
     "aggregation:row_weights": lambda: ("seq-mean-token-mean", torch.tensor([1, 2, 2, 2]), 7.0, 2.0, 5),
@@ -212,7 +212,7 @@ CALLS = {
     "token_advantages:discounted_returns": lambda: (normal(R), sequences(), MASK, 0.9),
     "token_advantages:gae": lambda: (normal(R), normal(R), sequences(), MASK, 0.9, 0.9),
     "token_advantages:whitened": lambda: (normal(R), MASK),
-    "token_advantages:value_loss": lambda: (normal(R), normal(R), normal(R), MASK),
+    "row_losses:value_loss": lambda: (normal(R), normal(R), normal(R), MASK),
     "token_kl:TokenKL.penalty": lambda: (of_kind("token_kl:TokenKL"), normal(R), normal(R), normal(R)),
     "token_kl:estimate": lambda: (normal(R), "k3"),
     **{f"token_objectives:{name}.loss": lambda name=name: (
@@ -253,7 +253,7 @@ CONTAINERS = {
     "advantages:Advantages": raw_advantages,
     "objectives:SampledSteps": sampled,
     "objectives:Ratio": ratio,
-    "off_policy:Correction": correction,
+    "mismatch:Correction": correction,
     "sequences:Sequences": sequences,
     "token_advantages:TokenAdvantages": token_advantages,
     "forward_process.noised:NoisedSamples": noised,

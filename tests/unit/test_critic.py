@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from sfumato.algorithms.token_advantages import value_loss
+from sfumato.algorithms.row_losses import value_loss
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.models.language.document_rows import document_lengths, group_documents

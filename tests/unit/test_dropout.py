@@ -12,7 +12,8 @@ from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError
 from sfumato.models.lora import ADAPTER, inject_adapter
-from sfumato.parallel.dropout import KeyedDropout, keep_mask, keyed_dropout
+from sfumato.parallel.dropout import keyed_dropout
+from sfumato.parallel.keyed_dropout import KeyedDropout, keep_mask
 from sfumato.rollout.text.policy import build_text_policy
 from tests.dist.cases import CASES, build
 from tests.tiny import tiny_text_rl_config, write_config

@@ -10,7 +10,7 @@ import torch
 from sfumato.config.sections import LoraConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.errors import ConfigError
 from sfumato.models.language.load import build_language_model

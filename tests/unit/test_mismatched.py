@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from sfumato.data.files.mismatched import mismatched
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED

@@ -13,15 +13,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from sfumato.algorithms.dynamics import CPS, FlowSDE, GaussianStep
+from sfumato.algorithms.mismatch import Mismatch, mismatch_metrics
 from sfumato.algorithms.objectives import DPPO, ClippedRatio, Guard, SampledSteps
 from sfumato.algorithms.off_policy import (
     Decoupled,
     KLRejection,
-    Mismatch,
     NoCorrection,
     Rejection,
     log_ratio_of,
-    mismatch_metrics,
     old_policy,
     redrawn,
 )

@@ -32,7 +32,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_language_model
 from sfumato.models.lora import add_lora
 from sfumato.parallel import rendezvous
-from sfumato.parallel.dropout import check_dropout_is_whole, keyed_dropout
+from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh, pretended_mesh
 from sfumato.parallel.parallelize import parallelize
@@ -356,13 +356,14 @@ def small_sd3() -> torch.nn.Module:
 def test_dropout_of_adapters_whose_input_is_cut(mode: str, shards: int, targets: list[str], is_refused: bool) -> None:
     module = small_sd3()
     add_lora(module, LoraConfig(rank=2, dropout=0.1), targets, seed=0)
-    keyed_dropout(module, seed=0)
+    keys = keyed_dropout(module, seed=0)
+    assert keys is not None
     train = TrainConfig(output_dir="out", tensor_parallel_size=2, data_parallel_mode=mode)
     with pretended_mesh(Layout(tp=2, dp_shard=shards)) as mesh:
         module = parallelize(module, mesh, train, plans.SD3)
     if not is_refused:
-        return check_dropout_is_whole(module)
-    message = refusal(ConfigError, check_dropout_is_whole, module)
+        return keys.check_is_whole(module)
+    message = refusal(ConfigError, keys.check_is_whole, module)
     for part in ("model.lora.dropout", "train.tensor_parallel_size", "attn.to_out.0", "set the dropout to 0"):
         assert part in message
 

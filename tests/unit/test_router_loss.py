@@ -19,7 +19,8 @@ from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.files.row_table import FiledRow
-from sfumato.data.text.format import Document, TextSample, build_transform
+from sfumato.data.text.document import Document, TextSample
+from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
@@ -27,7 +28,9 @@ from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.packed_model import RowLayout
-from sfumato.models.language.router_loss import RouterLogits, RouterLoss, StepRouterLoss, adds_router_loss
+from sfumato.models.language.router_config import adds_router_loss
+from sfumato.models.language.router_loss import RouterLoss, StepRouterLoss
+from sfumato.models.language.scores import RouterLogits
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.json_lines import read_jsonl

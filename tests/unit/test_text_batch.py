@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from tests.token_rows import mesh_of
 

@@ -15,6 +15,7 @@ import torch
 
 from sfumato.algorithms.aggregation import row_weights
 from sfumato.algorithms.off_policy import Decoupled, KLRejection, OffPolicy, Rejection, log_ratio_of
+from sfumato.algorithms.row_losses import value_loss
 from sfumato.algorithms.sequences import Reduce, Sequences
 from sfumato.algorithms.token_advantages import (
     GAE,
@@ -25,7 +26,6 @@ from sfumato.algorithms.token_advantages import (
     gae,
     penalised,
     token_rewards,
-    value_loss,
     whitened,
 )
 from sfumato.algorithms.token_kl import TokenKL, estimate

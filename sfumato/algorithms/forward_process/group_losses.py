@@ -15,8 +15,9 @@ from sfumato.algorithms.forward_process.noised import (
     distance,
     reward_probability,
 )
-from sfumato.algorithms.objectives import RowLosses, check_clip_ranges
+from sfumato.algorithms.objectives import check_clip_ranges
 from sfumato.algorithms.preference import preference_loss
+from sfumato.algorithms.row_losses import RowLosses
 
 if TYPE_CHECKING:
     from jaxtyping import Float

@@ -13,7 +13,7 @@ import torch
 from sfumato.algorithms.device import on_host, to_device
 from sfumato.algorithms.dynamics import mean_over_sample, per_sample
 from sfumato.algorithms.flow_matching import add_noise
-from sfumato.algorithms.objectives import RowLosses
+from sfumato.algorithms.row_losses import RowLosses
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32, Int64

@@ -15,7 +15,8 @@ from sfumato.algorithms.forward_process.noised import (
     distance,
     reward_probability,
 )
-from sfumato.algorithms.objectives import RowLosses, check_clip_ranges, clipped_surrogate
+from sfumato.algorithms.objectives import check_clip_ranges, clipped_surrogate
+from sfumato.algorithms.row_losses import RowLosses
 
 if TYPE_CHECKING:
     from jaxtyping import Float, Float32

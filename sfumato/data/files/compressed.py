@@ -1,4 +1,4 @@
-"""Files that are compressed as a whole: they are read to their end and held in memory."""
+"""Files that are read to their end and held in memory, perhaps compressed as a whole."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
+from sfumato.config.file_checks import file_problem
 from sfumato.errors import DataError
 
 MAX_LOADED = 2 * 2**30
@@ -64,3 +65,13 @@ def read_whole(path: Path, most_bytes: int = MAX_LOADED) -> bytes:
             "write the rows as .parquet"
         )
     return content
+
+
+def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
+    """A text file, perhaps compressed. Raises DataError that names it when it is no file, too large, or not UTF-8."""
+    if problem := file_problem(path, most_bytes):
+        raise DataError(f"{path} {problem}")
+    try:
+        return read_whole(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error

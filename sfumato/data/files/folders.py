@@ -46,10 +46,6 @@ _WORD = {
 }
 NAMED = 5
 """Files that a note names; the others are counted."""
-SHARED_EXAMPLES = 3
-"""Evaluation rows among the training rows that a note names."""
-
-
 OF_RUN = {"config.yaml", "environment.json"}
 """Files of a run folder, which is no data where it lies among data."""
 
@@ -118,23 +114,6 @@ def describe_left_out(path: str | Path | None, option: str, held_out: bool = Fal
     if path is None or (Path(path).suffix.lower() in (".yaml", ".yml") and not is_url(str(path))):
         return []
     return [f"{option}: {note}" for part in _find_parts(path, option, held_out) for note in part.notes]
-
-
-def shared_line(shared: Sequence[tuple[str, str]], num_rows: int) -> list[str]:
-    """The line about evaluation rows that are also training rows; empty where there are none.
-
-    Args:
-        shared: the place of each such row, and the place of the same row among the training rows.
-        num_rows: evaluation rows.
-    """
-    if not shared:
-        return []
-    examples = "; ".join(f"{held_out} is {trained}" for held_out, trained in shared[:SHARED_EXAMPLES])
-    more = f"; and {len(shared) - SHARED_EXAMPLES} more" if len(shared) > SHARED_EXAMPLES else ""
-    return [
-        f"data.eval_path: {len(shared)} of the {num_rows} evaluation rows are among the training rows "
-        f"({examples}{more}): the evaluation does not say how the model does on what it has not seen"
-    ]
 
 
 def refuse_twice(files: Iterable[Path], option: str) -> None:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Sequence, Set
 from pathlib import Path
 
 from sfumato.data.files.bad_rows import parse_json
+from sfumato.data.files.compressed import read_text
 from sfumato.data.files.file_rows import MAX_LINE, file_fingerprint
 from sfumato.data.files.folders import OF_RUN, SPLITS, describe_runs, is_hidden
 from sfumato.data.files.row_table import FiledRows
-from sfumato.data.files.rows import read_text
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS
 from sfumato.errors import DataError
 

@@ -20,10 +20,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sfumato.config.file_checks import file_problem
 from sfumato.data.files.arrow_values import arrow_column, arrow_row, arrow_rows
 from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
-from sfumato.data.files.compressed import MAX_LOADED, is_compressed, read_whole
+from sfumato.data.files.compressed import is_compressed, read_text, read_whole
 from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
 from sfumato.data.files.folders import data_ending, find_sources
 from sfumato.data.files.row_table import FileTable, RowTable
@@ -435,16 +434,6 @@ def open_file(path: Path, text_column: str, option: str) -> FileTable:
 def empty_file(path: Path, option: str) -> DataError:
     """The error for a file without a row."""
     return DataError(f"{option}: {path} has no rows")
-
-
-def read_text(path: Path, most_bytes: int = MAX_LOADED) -> str:
-    """A text file, perhaps compressed. Raises DataError that names it when it is no file, too large, or not UTF-8."""
-    if problem := file_problem(path, most_bytes):
-        raise DataError(f"{path} {problem}")
-    try:
-        return read_whole(path, most_bytes).decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text: {error}; save it as UTF-8") from error
 
 
 def text_field(row: dict[str, object], key: str, where: str) -> str:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.files.folders import shared_line
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.images.source_images import (
@@ -20,6 +19,7 @@ from sfumato.data.images.source_images import (
     read_source_images,
 )
 from sfumato.data.media.kinds import File
+from sfumato.data.shared_rows import shared_line
 from sfumato.data.synthetic.glyphs import caption_of, held_out_words, source_image, training_words
 from sfumato.errors import DataError
 

@@ -7,8 +7,8 @@ import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-from sfumato.data.files.folders import shared_line
 from sfumato.data.images.image_text import PairDataset
+from sfumato.data.shared_rows import shared_line
 from sfumato.errors import DataError
 
 if TYPE_CHECKING:

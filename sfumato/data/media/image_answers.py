@@ -22,8 +22,10 @@ from sfumato.data.media.kinds import DrawnFile, File, Medium
 from sfumato.data.media.pictures import read_image
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.chat import build_chat_template
-from sfumato.data.text.format import Document, TextSample, TextTransform, fingerprint_of, fit
-from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.chat_message import Messages
+from sfumato.data.text.document import Document, TextSample
+from sfumato.data.text.format import TextTransform, fingerprint_of, fit
+from sfumato.data.text.messages import read_tools
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
 

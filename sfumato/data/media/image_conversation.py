@@ -18,8 +18,10 @@ from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.limits import ImageLimits, MediaLimits
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.chat import ChatTemplate, build_chat_template
-from sfumato.data.text.format import Document, TextFormat, TextSample, TextTransform, fingerprint_of, fit
-from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.chat_message import Messages
+from sfumato.data.text.document import Document, TextSample
+from sfumato.data.text.format import TextFormat, TextTransform, fingerprint_of, fit
+from sfumato.data.text.messages import read_tools
 from sfumato.data.text.row_layouts import CONVERSATION_KEYS, read_conversation
 from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
 from sfumato.errors import DataError

@@ -11,8 +11,10 @@ from sfumato.data.media.image_conversation import ImageConversation, ImageConver
 from sfumato.data.media.kinds import NAMES, Medium
 from sfumato.data.media.vision import ImageReader
 from sfumato.data.text.chat import build_chat_template
-from sfumato.data.text.format import TextSample, TextTransform, fingerprint_of, refuse_equal
-from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.chat_message import Messages
+from sfumato.data.text.document import TextSample
+from sfumato.data.text.format import TextTransform, fingerprint_of, refuse_equal
+from sfumato.data.text.messages import read_tools
 from sfumato.data.text.pairs import read_pair
 from sfumato.data.text.row_layouts import PAIRS, PREFERENCE_KEYS, convert_row
 from sfumato.data.text.tokenise import Asking

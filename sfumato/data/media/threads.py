@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from sfumato.data.media.document_media import Images, Tensors
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 
 MOST_THREADS = 8
 """Most threads of a process that open media: Pillow, OpenCV and numpy release the interpreter's lock, Python code does

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 
-from sfumato.config.open_mappings import JsonObject, Keywords
-from sfumato.data.files.rows import read_text
+from sfumato.config.open_mappings import Keywords
+from sfumato.data.files.compressed import read_text
 from sfumato.data.text.answer_end import EXAMPLE_TOOL, facts_of, measure_answer_end
 from sfumato.data.text.chat_date import with_date
+from sfumato.data.text.chat_message import Message, check_messages
 from sfumato.data.text.generation_blocks import GENERATION, check_blocks, is_in_blocks
 from sfumato.data.text.messages import with_text_arguments
 from sfumato.data.text.shown_messages import (
@@ -31,18 +32,16 @@ from sfumato.data.text.shown_messages import (
     texts_in,
     tool_names,
 )
-from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, begins_texts
+from sfumato.data.text.tokenise import Asking, Encoder, Tokens, ask_alone, begins_texts, check_fast
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-ROLES = ("system", "user", "assistant", "tool", "developer")
 OTHER_THINKING = "give enable_thinking another value in data.chat_template_options, or "
 OWN = "the tokenizer's own"
 """What error messages call the template that comes with the tokenizer."""
 
-Message = JsonObject
 Encoded = tuple[np.ndarray, np.ndarray]
 """Token ids, int32 ``[L]``, and their loss mask, bool ``[L]``."""
 Span = tuple[int, int]
@@ -508,57 +507,6 @@ def build_chat_template(
         _check_syntax(text, name or OWN)
     text, tool_text = cast(list[str], texts)
     return ChatTemplate(tokenizer, text, tool_text, name or OWN, options)
-
-
-def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises ConfigError for a slow tokenizer, which cannot tell which characters a token comes from."""
-    if not tokenizer.is_fast:
-        raise ConfigError(
-            f"the tokenizer {type(tokenizer).__name__} does not say which characters a token comes from: "
-            "model.tokenizer_path needs a fast one, with a tokenizer.json"
-        )
-
-
-def check_messages(messages: list[Message], where: str, parts: bool = False) -> list[int]:
-    """Checks messages. Returns the indices of the answers that are trained on.
-
-    With ``parts`` a content may be a list of texts and media.
-
-    Raises:
-        DataError: for an unknown role, missing content, a wrong ``loss_mask``, or when no answer is trained on.
-    """
-    trained = []
-    for index, message in enumerate(messages):
-        role = message.get("role")
-        content = message.get("content")
-        mask = message.get("loss_mask")
-        place = f"{where}: message {index + 1}"
-        if role not in ROLES:
-            raise DataError(f"{place}: unknown role {role!r}; known are {', '.join(ROLES)}")
-        place = f"{place} ({role})"
-        if not has_content(message) and not (parts and isinstance(content, list) and content):
-            raise DataError(f"{place}: content must be a non-empty text, not {content!r}")
-        if mask not in (None, 0, 1):
-            raise DataError(f"{place}: loss_mask must be 0 or 1, not {mask!r}")
-        if mask and role != "assistant":
-            raise DataError(f"{place}: loss_mask is 1, but only what the assistant says can be learned")
-        if role == "assistant" and mask != 0:
-            trained.append(index)
-    if not trained:
-        raise DataError(f"{where}: the conversation has nothing to learn from: no assistant message with loss_mask 1")
-    return trained
-
-
-def has_content(message: Message) -> bool:
-    """Whether a message has the content that its role requires.
-
-    The text of a system message, of a tool's result, or beside calls of tools may be empty.
-    """
-    content = message.get("content")
-    if message.get("role") == "assistant" and message.get("tool_calls"):
-        return content is None or isinstance(content, str | list)
-    may_be_empty = message.get("role") in ("system", "developer", "tool")
-    return isinstance(content, str) and (may_be_empty or bool(content.strip()))
 
 
 def _read_template(name: str) -> str:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, cast
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.media.document_media import Images
 from sfumato.data.text.answer_end import facts_of
-from sfumato.data.text.chat import Encoded, check_fast
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.generation_blocks import GENERATION
-from sfumato.data.text.tokenise import stay_in_one_thread
+from sfumato.data.text.tokenise import check_fast, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError, OverlongError
 
 if TYPE_CHECKING:
@@ -27,44 +26,10 @@ if TYPE_CHECKING:
     from sfumato.data.files.row_table import FiledRow
     from sfumato.data.media.kinds import Medium
     from sfumato.data.media.vision import ImageReader
+    from sfumato.data.text.chat import Encoded
 
 VERSION = 2
 """To be raised when the same rows become other tokens, so that token stores made before are not used."""
-
-
-@dataclass(frozen=True)
-class Document:
-    """One sequence of L tokens, which attend only to each other."""
-
-    input_ids: np.ndarray
-    """int32 ``[L]``, L is at least 2."""
-    loss_mask: np.ndarray
-    """bool ``[L]``: whether the token is a target. The first never is, since nothing predicts it."""
-    numbers: np.ndarray | None = None
-    """float32 ``[L]``: a number that the data gives a token, such as the label of the step that it ends; NaN elsewhere.
-    Either all documents of a format have numbers, or none."""
-    images: Images | None = None
-    """The media in the document, for formats with media."""
-    first_position: int = 0
-    """Position of its first token. Above 0, the document continues the first so many tokens of the last document before
-    it that begins at 0 (a shared prompt), for models that attend so (``PackedModel.shares_prompts``)."""
-
-
-@dataclass(frozen=True)
-class TextSample:
-    """What always goes into the same micro-batch: one document, or a better and a worse one."""
-
-    documents: tuple[Document, ...]
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all documents."""
-        return sum(len(document.input_ids) for document in self.documents)
-
-    @property
-    def image_shapes(self) -> list[np.ndarray]:
-        """``Images.shapes`` of the documents that have images."""
-        return [document.images.shapes for document in self.documents if document.images is not None]
 
 
 class TextTransform(Protocol):

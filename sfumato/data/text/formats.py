@@ -15,17 +15,17 @@ from sfumato.data.media.image_answers import OmniConversation
 from sfumato.data.media.image_conversation import ImageConversation, MediaConversation
 from sfumato.data.media.image_preference import ImagePreference, MediaPreference
 from sfumato.data.text.chat import ChatTemplate, build_chat_template
+from sfumato.data.text.chat_message import Messages
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.format import (
-    Document,
     TextFormat,
-    TextSample,
     TextTransform,
     find_key,
     fingerprint_of,
     fit,
     refuse_equal,
 )
-from sfumato.data.text.messages import Messages, read_tools
+from sfumato.data.text.messages import read_tools
 from sfumato.data.text.pairs import as_messages, read_pair, with_explicit_prompt
 from sfumato.data.text.row_layouts import (
     CONVERSATION_KEYS,

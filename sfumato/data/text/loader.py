@@ -22,8 +22,9 @@ from sfumato.data.media.document_media import Images
 from sfumato.data.media.threads import open_ahead
 from sfumato.data.text.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.text.chat import ChatTemplate
+from sfumato.data.text.document import TextSample
 from sfumato.data.text.document_cost import SightedCost, default_cost
-from sfumato.data.text.format import TextSample, TextTransform, build_transform, has_media
+from sfumato.data.text.format import TextTransform, build_transform, has_media
 from sfumato.data.text.identity import identify_text
 from sfumato.data.text.notes import describe_text_data
 from sfumato.data.text.packing import make_batch, placeholder_tokens

@@ -15,9 +15,8 @@ from typing import Any
 from sfumato.config.open_mappings import JsonObject
 from sfumato.data.files.arrow_values import StructValue
 from sfumato.data.files.bad_rows import parse_json
+from sfumato.data.text.chat_message import Messages
 from sfumato.errors import DataError
-
-Messages = list[JsonObject]
 
 ROLE_NAMES = {
     "human": "user",
@@ -294,9 +293,3 @@ def _with_system(messages: Messages, system: object, where: str) -> Messages:
     if messages[0]["content"] != system:
         raise DataError(f"{where}: column 'system' and the conversation's own system message differ: leave one out")
     return messages
-
-
-def as_text(content: str | list[JsonObject] | None) -> str:
-    """The content of a message as people read it, with ``<image>`` in the place of an image."""
-    parts = [{"type": "text", "text": content or ""}] if content is None or isinstance(content, str) else content
-    return "".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)

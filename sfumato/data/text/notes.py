@@ -9,10 +9,11 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.files.folders import describe_left_out, shared_line
+from sfumato.data.files.folders import describe_left_out
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
 from sfumato.data.files.rows import readable_rows
 from sfumato.data.files.sources import Sources
+from sfumato.data.shared_rows import shared_line
 from sfumato.data.text.format import TextTransform
 from sfumato.data.text.messages import unread_keys
 from sfumato.data.text.row_layouts import (

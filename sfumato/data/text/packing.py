@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from sfumato.data.media.document_media import MultimodalInputs, Tensors
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh

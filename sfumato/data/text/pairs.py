@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.format import find_key
-from sfumato.data.text.messages import Messages, read_messages
+from sfumato.data.text.messages import read_messages
 from sfumato.errors import DataError
 
 

@@ -11,23 +11,17 @@ from sfumato.config.characters import whole_characters
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import PLAIN, TextPromptDataConfig
 from sfumato.data.text.answer_end import AnswerEnd, plain_answer_end
-from sfumato.data.text.chat import (
-    ROLES,
-    ChatTemplate,
-    Message,
-    build_chat_template,
-    check_fast,
-    has_content,
-)
+from sfumato.data.text.chat_message import ROLES, Message, has_content
 from sfumato.data.text.shown_messages import template_names
 from sfumato.data.text.stop_strings import before_stop, completes_stop
-from sfumato.data.text.tokenise import Encoder, begins_texts, stay_in_one_thread
+from sfumato.data.text.tokenise import Encoder, begins_texts, check_fast, stay_in_one_thread
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from sfumato.data.media.vision import ImageReader
+    from sfumato.data.text.chat import ChatTemplate
     from sfumato.data.text.stop_strings import Decode
 
 Tools = list[JsonObject]
@@ -61,6 +55,8 @@ class PromptTemplate:
         plain = plain_answer_end(self.tokenizer)
         if not self.tokenizer.chat_template:
             return plain
+        from sfumato.data.text.chat import build_chat_template
+
         try:
             chat_end = build_chat_template(None, self.tokenizer).answer_end
         except ConfigError:  # the template is broken, but it is not used for rendering
@@ -154,6 +150,8 @@ def build_prompt_template(
             f"the tokenizer has no chat template: set data.chat_template to {', '.join(template_names())} or a Jinja "
             "file, or to none, which leaves prompts as they are"
         )
+    from sfumato.data.text.chat import build_chat_template
+
     chat = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
     return PromptTemplate(tokenizer, chat, config.system_prompt, reader)
 

@@ -15,12 +15,11 @@ import torch
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.config.user_functions import import_function
-from sfumato.data.files.folders import describe_left_out, shared_line
 from sfumato.data.files.row_table import FiledRow, RowTable, filed_row
 from sfumato.data.media.document_media import Images, images_of
 from sfumato.data.prompt_loader import PromptLoader
-from sfumato.data.text.messages import Messages, as_text
+from sfumato.data.shared_rows import shared_line
+from sfumato.data.text.chat_message import Messages, as_text
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.errors import ConfigError, DataError
 
@@ -80,6 +79,8 @@ def load_text_prompts(
     """
     rows, read = _open_rows(config, split, seed)
     if config.synthetic is None and not config.data_type.makes_rows:
+        from sfumato.data.files.folders import describe_left_out
+
         for line in describe_left_out(getattr(config, f"{split}_path"), f"data.{split}_path", split == "eval"):
             log(line)
         num_described = min(len(rows), LOOKED_AT, limit or LOOKED_AT)
@@ -226,6 +227,8 @@ def check_text_prompts(
 
 
 def _import_curriculum(path: str) -> Curriculum:
+    from sfumato.config.user_functions import import_function
+
     try:
         return import_function(path)
     except ConfigError as error:

@@ -12,8 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.format import find_key
-from sfumato.data.text.messages import Messages, parsed_json, read_messages
+from sfumato.data.text.messages import parsed_json, read_messages
 from sfumato.errors import DataError
 
 Row = Mapping[str, object]

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sfumato.data.background import Calls
 from sfumato.data.files.row_table import RowTable, filed_row
-from sfumato.data.text.format import TextSample, TextTransform, has_media
+from sfumato.data.text.document import TextSample
+from sfumato.data.text.format import TextTransform, has_media
 from sfumato.data.text.tokenise import Asking, Tokens
 from sfumato.errors import DataError, OverlongError
 

@@ -11,8 +11,8 @@ import numpy as np
 from sfumato.data.files.arrow_values import ClassLabelValue, truth_of_class
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.text.chat import ChatTemplate
-from sfumato.data.text.format import Document
-from sfumato.data.text.messages import Messages
+from sfumato.data.text.chat_message import Messages
+from sfumato.data.text.document import Document
 from sfumato.data.text.tokenise import Tokens
 from sfumato.errors import DataError
 

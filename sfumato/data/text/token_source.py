@@ -19,7 +19,8 @@ from sfumato.data.files.bad_rows import BadRows
 from sfumato.data.files.mixing import Mixer, Order
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks
 from sfumato.data.files.sources import Sources
-from sfumato.data.text.format import TextSample, TextTransform
+from sfumato.data.text.document import TextSample
+from sfumato.data.text.format import TextTransform
 from sfumato.data.text.row_samples import SharedWork, samples_of
 from sfumato.data.text.token_store import TokenStore
 from sfumato.errors import DataError

@@ -41,7 +41,8 @@ from sfumato.data.files.stored import (
 from sfumato.data.media.document_media import Images
 from sfumato.data.media.kinds import VERSION as PICTURES
 from sfumato.data.media.kinds import DrawnFile, Medium
-from sfumato.data.text.format import Document, MediaTransform, TextSample, TextTransform, has_media
+from sfumato.data.text.document import Document, TextSample
+from sfumato.data.text.format import MediaTransform, TextTransform, has_media
 from sfumato.data.text.row_samples import samples_of
 from sfumato.errors import DataError
 

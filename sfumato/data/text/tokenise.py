@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 import numpy as np
 
 from sfumato.config.open_mappings import Keywords
+from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -85,6 +86,15 @@ def with_bos(input_ids: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> np.nd
     if input_ids[:1].tolist() == [bos] or not begins_texts(tokenizer):
         return input_ids
     return np.concatenate([np.array([bos], np.int32), input_ids])
+
+
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises ConfigError for a slow tokenizer, which cannot tell which characters a token comes from."""
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"the tokenizer {type(tokenizer).__name__} does not say which characters a token comes from: "
+            "model.tokenizer_path needs a fast one, with a tokenizer.json"
+        )
 
 
 def stay_in_one_thread() -> None:

@@ -26,7 +26,7 @@ from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui, save_for_diffusers
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts
-from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
+from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import move_to_devices, parallelize, weights_device
@@ -36,6 +36,8 @@ from sfumato.parallel.weights import load_weights, weights_not_finite
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from peft import LoraConfig
+
+    from sfumato.parallel.keyed_dropout import DropoutKeys
 
     class DiffusersModule(nn.Module):
         """A network of diffusers, for type checkers: a module with ModelMixin, ConfigMixin and PeftAdapterMixin."""
@@ -277,7 +279,8 @@ class DiffusionModel(FrozenParts):
             )
         self._plain_class = type(self.denoiser)
         parallel = parallelize(self.denoiser, mesh, config, self.parallel_plan, self.autocast_dtype)
-        check_dropout_is_whole(parallel)
+        if self._dropout is not None:
+            self._dropout.check_is_whole(parallel)
         self.set_denoiser(parallel)
         if any(parameter.is_meta for parameter in self.denoiser.parameters()):
             from_rank0 = config.broadcast_model_weights_from_rank0

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, cast
 
 from sfumato.config.file_checks import read_json
 from sfumato.config.text import LanguageModelConfig
-from sfumato.data.text.format import TextFormat
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.parts import (
     BYTES,
@@ -25,8 +24,7 @@ from sfumato.models.language.parts import build_byte_tokenizer as build_byte_tok
 from sfumato.models.language.parts import build_tokenizer as build_tokenizer
 from sfumato.models.language.parts import read_model_config as read_model_config
 from sfumato.models.language.parts import source_of as source_of
-from sfumato.models.language.router_loss import (
-    RouterLoss,
+from sfumato.models.language.router_config import (
     adds_router_loss,
     asked_coefficient,
     describe_router_loss,
@@ -40,6 +38,7 @@ if TYPE_CHECKING:
     from sfumato.config.text_data import TextTrainConfig
     from sfumato.config.text_rl import TextRLTrainConfig
     from sfumato.data.media.vision import ImageReader
+    from sfumato.data.text.format import TextFormat
     from sfumato.data.text.prompt_formats.base import PromptFormat
 
 
@@ -98,6 +97,8 @@ def build_language_model(
     settings = (DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss, vision)
     model = LanguageModel(module, tokenizer, *settings)
     if with_router_loss and asked_coefficient(described) and adds_router_loss(type(module)):
+        from sfumato.models.language.router_loss import RouterLoss
+
         model.router_loss = RouterLoss(module)
     if not train_base:
         module.requires_grad_(False)

@@ -21,13 +21,10 @@ from sfumato.errors import ConfigError
 from sfumato.models.estimate.flops import DRAWS
 from sfumato.models.language.document_rows import forward_per_document
 from sfumato.models.language.hf_config import give_weights
-from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
 from sfumato.models.language.output_layer import OutputLayer
 from sfumato.models.language.packed_model import PackedModel, Tensors
-from sfumato.models.language.router_loss import RouterLogits, RouterLoss, check_router_settings
-from sfumato.models.language.scores import TokenScores
+from sfumato.models.language.scores import RouterLogits, TokenScores
 from sfumato.models.language.source_folder import float32_names
-from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
 from sfumato.parallel.loss import CHUNK_TOKENS, IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
@@ -37,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from sfumato.data.media.vision import Vision
+    from sfumato.models.language.router_loss import RouterLoss
+    from sfumato.models.language.streamed_export import TransformersExport
 
 WORTH_PICKING = 0.9
 """Logits are computed for the tokens with a label alone where these are less than this fraction of all; picking them
@@ -221,6 +220,7 @@ class LanguageModel(PackedModel[TokenScores]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: write merged weights instead of adapters.
         """
+        from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
         from sfumato.models.older_readers import add_older_config_names
 
         adapters = self._adapters()
@@ -262,6 +262,10 @@ class LanguageModel(PackedModel[TokenScores]):
         once. Every rank must call it."""
         if type(self).save_export is not LanguageModel.save_export:
             return None
+        from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
+        from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
+        from sfumato.models.older_readers import add_older_config_names
+
         plain = cast("PreTrainedModel", build_on_meta(self._build))
         # the first rank alone looks into the folder that was trained
         float32_weights = sorted(float32_names(plain, self.source)) if mesh.is_first else []
@@ -279,8 +283,6 @@ class LanguageModel(PackedModel[TokenScores]):
             name_ends(plain.config, self.tokenizer, self.source is not None)
 
         def end(folder: Path, biases: dict[str, Tensor]) -> None:
-            from sfumato.models.older_readers import add_older_config_names
-
             if biases:  # of the balancer
                 save_file(biases, folder / "expert_biases.safetensors")
             add_older_config_names(folder)
@@ -292,6 +294,8 @@ class LanguageModel(PackedModel[TokenScores]):
         module = cast("PreTrainedModel", self.module)  # not on the mesh yet
         check_settings(module, mesh, config, self._chunked)
         if self.router_loss is not None:
+            from sfumato.models.language.router_loss import check_router_settings
+
             check_router_settings(mesh.layout, config.compiles(mesh.device.type))
         if self.vision is not None:
             check_multimodal(module, mesh)

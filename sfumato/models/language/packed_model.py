@@ -25,7 +25,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import IdleImage, forget_lengths
 from sfumato.models.language.hf_config import give_weights, set_attention
 from sfumato.models.language.packed_attention import ATTENTION, MaskWatch
-from sfumato.parallel.dropout import DropoutKeys, check_dropout_is_whole, keyed_dropout
+from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.packed_rows import Batch, pad_together, shard_sequence
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from sfumato.data.media.vision import Vision
     from sfumato.parallel.balance import ExpertBalancer
+    from sfumato.parallel.keyed_dropout import DropoutKeys
     from sfumato.parallel.pipeline import Pipeline, StageArguments
 
 COMPILED_MULTIPLE = 256
@@ -193,7 +194,8 @@ class PackedModel(ABC, Generic[Output]):
             self.module = self._pipeline.module  # this rank's stage
         else:
             self.module = parallelize(self.module, mesh, config, plan, dtype)
-        check_dropout_is_whole(self.module)
+        if self._dropout is not None:
+            self._dropout.check_is_whole(self.module)
         # weights on meta are read after sharding, so that no rank holds the whole model
         device = weights_device(mesh, config)
         if any(parameter.is_meta for parameter in self.module.parameters()):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.media.document_media import Images
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.models.language.packed_model import PackedModel
 
 if TYPE_CHECKING:

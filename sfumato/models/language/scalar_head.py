@@ -33,7 +33,7 @@ from sfumato.models.language.parts import (
     source_of,
     where_described,
 )
-from sfumato.models.language.router_loss import refuse_router_loss
+from sfumato.models.language.router_config import refuse_router_loss
 from sfumato.models.language.source_folder import float32_names
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local

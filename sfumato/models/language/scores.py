@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -22,7 +24,34 @@ if TYPE_CHECKING:
     from jaxtyping import Float32, Int64
     from torch.distributed.tensor import DTensor
 
-    from sfumato.models.language.router_loss import RouterLogits
+
+@dataclass(frozen=True)
+class RouterLogits:
+    """The routers' logits from the forward pass of a micro-batch."""
+
+    layers: tuple[Tensor, ...]
+    """``[N, E]`` of each layer with experts, a row for each token, with graph."""
+    places: Tensor | None = None
+    """int64 ``[N]`` on the CPU: the index of each token among the ``B * T`` of the micro-batch, -1 for padding. None
+    where the N tokens are exactly these, in order."""
+
+    @classmethod
+    def of_calls(cls, calls: Sequence[tuple[Tensor, ...]], places: Sequence[Tensor]) -> RouterLogits | None:
+        """Joins the logits of all calls of the module for a micro-batch.
+
+        Args:
+            calls: of each call the logits of each layer. It is empty in passes without gradients, and for a model that
+                is trained without the loss.
+            places: of each call int64 ``[N, L]``, the indices of its tokens (``after_call`` of
+                ``forward_per_document``). Calls beyond these have no tokens of the micro-batch. It is empty where a
+                single call computes the whole micro-batch.
+        """
+        if not calls:
+            return None
+        if not places:
+            return cls(calls[0])
+        layers = tuple(torch.cat(layer) for layer in zip(*calls[: len(places)], strict=True))
+        return cls(layers, torch.cat([place.flatten() for place in places]))
 
 
 class TokenScores:

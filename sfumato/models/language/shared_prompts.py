@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 from torch import Tensor
 
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError

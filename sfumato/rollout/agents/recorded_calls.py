@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from sfumato.config.open_mappings import JsonObject
-from sfumato.data.text.chat import Message
+from sfumato.data.text.chat_message import Message
 from sfumato.data.text.messages import without_nulls
 from sfumato.data.text.prompt_template import PromptTemplate, Tools, check_prompt
 from sfumato.errors import DataError

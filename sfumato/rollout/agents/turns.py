@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sfumato.data.text.messages import Messages
+from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.rewards.base import Sample
 from sfumato.rollout.text.tokens import TokenSequence

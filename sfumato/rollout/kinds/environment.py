@@ -21,7 +21,7 @@ from sfumato.rollout.text.growing_sequence import GrowingSequence
 from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
 
 if TYPE_CHECKING:
-    from sfumato.data.text.chat import Message
+    from sfumato.data.text.chat_message import Message
 
 
 @dataclass(frozen=True, kw_only=True)

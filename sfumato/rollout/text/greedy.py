@@ -8,7 +8,7 @@ import numpy as np
 
 from sfumato.data.media.document_media import Images
 from sfumato.data.text.answer_end import tokens_without_text
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.stop_strings import completes_stop
 from sfumato.data.text.token_batch import TokenBatch

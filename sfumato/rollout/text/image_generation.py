@@ -12,7 +12,7 @@ import torch
 from sfumato.algorithms.noise import keyed_generator, keyed_normal
 from sfumato.config.omni import DrawConfig
 from sfumato.config.text_data import TextEvalConfig
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.loader import AnsweredPrompt
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.token_batch import TokenBatch

@@ -18,9 +18,8 @@ from torch import Tensor
 from sfumato.algorithms.advantages import Advantages
 from sfumato.algorithms.aggregation import row_weights
 from sfumato.algorithms.sequences import Sequences
-from sfumato.algorithms.token_advantages import penalised
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.data.text.token_ids import padding_token
@@ -234,6 +233,8 @@ def subtract_penalties(
     Returns:
         The advantages of this rank's samples; ``rewards`` in them are those before the penalty.
     """
+    from sfumato.algorithms.token_advantages import penalised
+
     assert advantages.rewards is not None
     groups = torch.tensor([request.group_id for request in rollout.requests])
     by_rank = mesh.gather((penalised(advantages.rewards, penalties, sequences, mask), groups))

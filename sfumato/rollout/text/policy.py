@@ -16,7 +16,7 @@ from torch import nn
 
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLConfig
 from sfumato.data.text.answer_end import facts_of, tokens_without_text
-from sfumato.data.text.format import Document, TextSample
+from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts

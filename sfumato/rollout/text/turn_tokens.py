@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from sfumato.data.text.chat import Message
+from sfumato.data.text.chat_message import Message
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
 from sfumato.data.text.token_ids import decode_text
 from sfumato.errors import ConfigError, DataError

@@ -11,7 +11,8 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import open_rows, text_field
-from sfumato.data.text.messages import Messages, read_messages
+from sfumato.data.text.chat_message import Messages
+from sfumato.data.text.messages import read_messages
 
 if TYPE_CHECKING:
     from sfumato.data.media.kinds import Medium

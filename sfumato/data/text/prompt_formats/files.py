@@ -10,8 +10,9 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import open_rows, text_field
+from sfumato.data.text.chat_message import as_text
 from sfumato.data.text.format import find_key
-from sfumato.data.text.messages import as_text, read_messages, read_tools, without_absent
+from sfumato.data.text.messages import read_messages, read_tools, without_absent
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow, other_columns, text_or_messages
 from sfumato.data.text.row_layouts import ask_of_alpaca, has_columns
 from sfumato.errors import DataError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, ClassVar, cast
 
 from sfumato.data.media.image_conversation import COLUMNS, take_media
 from sfumato.data.media.limits import ImageLimits, MediaLimits
-from sfumato.data.text.messages import as_text
+from sfumato.data.text.chat_message import as_text
 from sfumato.data.text.prompt_formats.base import PromptRow, other_columns
 from sfumato.data.text.prompt_formats.files import Prompts
 from sfumato.errors import DataError
