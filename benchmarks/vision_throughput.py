@@ -225,7 +225,7 @@ def balance(num_steps: int) -> dict[str, float]:
         documents = [sample.documents[0] for sample in samples]
         lengths = [sample.num_tokens for sample in samples]
         shapes = [[] if document.images is None else [document.images.shapes] for document in documents]
-        texts = [float(flops.of_document(length)) for length in lengths]
+        texts = [float(flops.count_document(length)) for length in lengths]
         work = [cost + sum(map(flops.sight.of_images, shape)) for cost, shape in zip(texts, shapes, strict=True)]
         ways = {
             "in their order": [[list(range(rank, GLOBAL_BATCH, RANKS))] for rank in range(RANKS)],

@@ -31,7 +31,7 @@ from sfumato.parallel.parallelize import accumulate
 from sfumato.rewards.base import Sample
 from sfumato.rewards.differentiable import score_differentiably
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, SampleRequest, requests_of
+from sfumato.rollout.batch import EvalStats, SampleRequest, requests_of
 from sfumato.rollout.diffusion.differentiable import draw_differentiably, iteration_flops, split_requests
 from sfumato.rollout.diffusion.evaluation import draw_watched_prompts, sample_evaluation
 from sfumato.rollout.diffusion.policy import build_policy, encode_prompts, prepare_prompts
@@ -91,7 +91,7 @@ def train(config: DirectRLConfig, run: Run, roles: Roles, loader: PromptLoader) 
         evaluating = last or (step + 1) % config.eval.every_steps == 0
         if evaluating:
             metrics |= evaluate(roles, run, draw_evaluation, config, step + 1)
-        run.add_events(roles.driver.record.take(), roles.driver.take_timings())
+        run.add_events(roles.driver.record.pop_events(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
         if evaluating:
             run.say_signs_of_hacking()
@@ -179,7 +179,7 @@ def update_policy(
     return metrics, iteration_flops(model, len(requests), differentiated, config)
 
 
-def draw_evaluation(actor: Actor, rows: list[int], config: DirectRLConfig) -> tuple[list[Sample], Drawn]:
+def draw_evaluation(actor: Actor, rows: list[int], config: DirectRLConfig) -> tuple[list[Sample], EvalStats]:
     """An image of each held-out prompt of ``rows``, by the averaged weights, and metrics of its sampling."""
     with actor.evaluated() as model:
         return sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)

@@ -32,7 +32,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
+from sfumato.rollout.batch import EvalStats, RankBatch, SampleRequest, requests_of
 from sfumato.rollout.diffusion.evaluation import draw_watched_prompts, sample_evaluation
 from sfumato.rollout.diffusion.final_samples import predict_noised, sample_final
 from sfumato.rollout.diffusion.monitors import group_diversity, velocity_norms
@@ -124,7 +124,7 @@ def train(config: ForwardRLConfig, run: Run, roles: Roles, loader: PromptLoader)
         if evaluating:
             metrics |= evaluate(roles, run, draw_evaluation, config, step + 1, batch.rank_batches, scores, advantages)
         del batch  # memory for the next one
-        run.add_events(roles.driver.record.take(), roles.driver.take_timings())
+        run.add_events(roles.driver.record.pop_events(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
         if evaluating:
             run.say_signs_of_hacking()
@@ -239,7 +239,7 @@ def update_policy(
     return update.metrics() | group_diversity(update.batch, mesh)
 
 
-def draw_evaluation(actor: Actor, rows: list[int], config: ForwardRLConfig) -> tuple[list[Sample], Drawn]:
+def draw_evaluation(actor: Actor, rows: list[int], config: ForwardRLConfig) -> tuple[list[Sample], EvalStats]:
     """An image of each held-out prompt of ``rows``, by the averaged weights, and metrics of its sampling."""
     with actor.evaluated() as model:
         return sample_evaluation(model, [actor.eval_prompts[row] for row in rows], rows, config)

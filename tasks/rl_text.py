@@ -48,7 +48,7 @@ from sfumato.rollout.text.packing import (
     token_counts,
 )
 from sfumato.rollout.text.policy import (
-    TextEngine,
+    TextGenerator,
     answer_held_out,
     beginnings_of,
     build_critic,
@@ -151,7 +151,7 @@ def train(config: TextRLConfig, run: Run, roles: Roles, loader: TextPromptLoader
                 roles, run, answer_held_out, config, step + 1, batch.rank_batches, scores, advantages, stream
             )
         del batch  # memory for the next one
-        run.add_events(roles.driver.record.take(), roles.driver.take_timings())
+        run.add_events(roles.driver.record.pop_events(), roles.driver.take_timings())
         run.log(step + 1, metrics, show=SHOWN)
         if evaluating:
             run.say_signs_of_hacking()
@@ -187,7 +187,7 @@ def build_actor(
     optimizer, schedule = build_optimizer(model.trained, config.train, config.train.max_steps, mesh)
     ema = Ema(model.trained, config.train.ema_decay, config.train.ema_interval) if config.train.ema_decay else None
     critic = build_critic(config, mesh, run.say)
-    engine = TextEngine(config, mesh, model, flops)
+    engine = TextGenerator(config, mesh, model, flops)
     dumps = RolloutDumps(config, mesh, run.say, model.tokenizer)
     saved = {"policies": policies.saved, "identity": identity, "balancer": model.balancer, "loader": engine.unfinished}
     saved |= {"critic": critic.state} if critic is not None else {}
@@ -202,9 +202,9 @@ def build_sampler(config: TextRLConfig, mesh: Mesh, run: Run, **prompts: list[Te
     model = None if config.rollout.engine.type != "embedded" else build_text_policy(config)[0]
     if model is not None:
         model.parallelize(mesh, config.runtime.sampler_train(config.train))
-    engine = TextEngine(config, mesh, model, served=model is None)
+    engine = TextGenerator(config, mesh, model, served=model is None)
     offload = config.runtime.offload_idle
-    return Sampler(cast(LanguageModel, model), mesh, offload=offload, engine=engine, **prompts)  # pyright: ignore[reportArgumentType]
+    return Sampler(cast(LanguageModel, model), mesh, offload_idle=offload, engine=engine, **prompts)  # pyright: ignore[reportArgumentType]
 
 
 def generate(
@@ -361,7 +361,7 @@ def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch
     mesh = update.actor.mesh
     rollout = update.batch
     penalties = None
-    sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
+    sequences = Sequences.from_lengths(torch.tensor(rollout.num_rows))
     trained = sequences.spread(mark_rows([part for passes in update.passes for part in passes.parts], len(rollout)))
     if algorithm.kl_in_reward:
         proximal = gather_values(batches, "proximal_log_probs", rollout)  # float32 [R], of all tokens that were drawn

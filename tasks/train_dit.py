@@ -84,7 +84,7 @@ def main(config: TrainDitConfig) -> None:
             # each kind of encoder takes what its own ``read`` has returned
             batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_images = sum(batch.num_images for batch in batches)
-        own_flops = sum(batch.num_images * flops.of_image(batch).training for batch in batches)
+        own_flops = sum(batch.num_images * flops.count_image(batch).training for batch in batches)
         run.count(images=own_images, flops=own_flops)
         num_images = mesh.sum(own_images)
         # on the device until they are read with the gradient's norm; the first only has its values checked

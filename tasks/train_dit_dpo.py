@@ -110,7 +110,7 @@ def main(config: TrainDitDpoConfig) -> None:
             batches = [encoder.encode(rows) for rows in read]  # pyright: ignore[reportArgumentType]
         own_pairs = sum(batch.num_images for batch in batches)
         # of each image of a pair, with the reference's forward pass
-        own_flops = sum(2 * batch.num_images * sum(flops.of_image(batch)) for batch in batches)
+        own_flops = sum(2 * batch.num_images * sum(flops.count_image(batch)) for batch in batches)
         run.count(images=2 * own_pairs, flops=own_flops)
         num_pairs = mesh.sum(own_pairs)
         losses, sums = forward_backward(policies, batches, objective, config, mesh, step, num_pairs)

@@ -63,7 +63,7 @@ def main(config: TrainOmniConfig) -> None:
     flops = FlopCount(model.module, model.vision)
     flops_of_image = model.flops_of_image()
     loader, validation, identity = open_text_data(
-        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.count_document, flops.sight
     )
 
     model.parallelize(mesh, config.train)

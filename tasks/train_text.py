@@ -51,7 +51,7 @@ def main(config: TrainTextConfig) -> None:
     check_length(model.plain.config, config.data.max_seq_len)
     flops = FlopCount(model.module, model.vision)
     loader, validation, identity = open_text_data(
-        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.count_document, flops.sight
     )
 
     model.parallelize(mesh, config.train)

@@ -49,7 +49,7 @@ def main(config: TrainTextDpoConfig) -> None:
     reference = build_language_model(config.model, config.train, True, data_type) if has_copy else None
     flops = FlopCount(model.module, model.vision)
     loader, validation, identity = open_text_data(
-        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.of_document, flops.sight
+        config, model.tokenizer, mesh, run.say, run.watch("tokenise"), flops.count_document, flops.sight
     )
 
     model.parallelize(mesh, config.train)

@@ -118,7 +118,7 @@ def measure_probe(setting: Setting, mode: str) -> dict[str, Any]:
             assert expected is not None
             measured, again = checks.measure(), checks.measure()
             noise = checks._find_noise(measured)
-    allowed = checks.tolerance.of_log_probs(expected.log_probs, noise.log_probs)
+    allowed = checks.tolerance.log_prob_tolerance(expected.log_probs, noise.log_probs)
     distances = (measured.log_probs - expected.log_probs).abs()
     return {
         "share_of_allowed": float(distances.max()) / allowed,

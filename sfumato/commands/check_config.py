@@ -44,7 +44,7 @@ from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.config.versions import describe_untested_versions
 from sfumato.data.files.bad_rows import bad_row_limit
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.answer_end import facts_of
 from sfumato.errors import UserError
 from sfumato.models.diffusion.folder_parts import parts_without_weights
@@ -161,7 +161,7 @@ def check_config(
         or smallest_number_of_ranks(config.train)
     )
     name, config = load_for_task(path, overrides, name, None if pool else ranks)
-    layout = Layout.of(config.train, ranks)
+    layout = Layout.from_config(config.train, ranks)
     findings = Findings(str(path), name, layout, *_describe_device(config.train.device, ranks, device_gib))
     findings.notes += describe_untested_versions()
     if with_data:
@@ -319,7 +319,7 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
 
 def _tokenizer_of(
     findings: Findings, config: TrainTextConfig | TextRLConfig
-) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
+) -> tuple[PreTrainedTokenizerBase, MediaProcessor | None]:
     """The tokenizer of a language model, and the reader of images, videos and audio where the data has some."""
     model = made_model(config.model)
     data_type = config.data.data_type

@@ -21,7 +21,7 @@ from sfumato.data.images.prompts import check_prompts, load_prompts
 from sfumato.data.images.shared_pairs import describe_shared_pairs
 from sfumato.data.loader import IndexLoader
 from sfumato.data.media.pictures import is_enlarged
-from sfumato.data.media.vision import ImageReader, check_head
+from sfumato.data.media.vision import MediaProcessor, check_head
 from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
 from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.data.synthetic.glyphs import GlyphDataset
@@ -111,7 +111,7 @@ class DataFindings:
 
 
 def check_text_data(
-    config: TrainTextConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None, layout: Layout
+    config: TrainTextConfig, tokenizer: PreTrainedTokenizerBase, reader: MediaProcessor | None, layout: Layout
 ) -> DataFindings:
     """Looks at text, and with ``reader`` at the images, videos and audio that stand in it.
 
@@ -200,7 +200,7 @@ def check_prompt_data(config: DiffusionRLConfig) -> DataFindings:
 
 
 def check_text_prompt_data(
-    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: MediaProcessor | None = None
 ) -> DataFindings:
     """Looks at all prompts of RL of language models, as the rewards do. Arguments and errors as ``check_text_data``."""
     data = config.data

@@ -48,7 +48,7 @@ def add_critic(
     # a critic takes the optimiser's settings from train, but none that belong to the policy's weights or logits
     overrides = {"param_groups": [], "ema_decay": 0.0, "chunked_loss": False, "expert_bias_rate": 0.0}
     critic_train = config.train.model_copy(update=overrides)
-    section = config.critic.of_policy(policy)
+    section = config.critic.derive_from(policy)
     planned = plan_critic(section, config.max_seq_len, samples, critic_train, layout, on_gpu)
     (critic,) = plan_memory(planned, critic_train, layout.size)
     passing = sum(critic.parts.get(name, 0) for name in PASSING) - sum(memory.parts.get(name, 0) for name in PASSING)

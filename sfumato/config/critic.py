@@ -25,7 +25,7 @@ class CriticConfig(Section):
     lr: float = Field(9e-6, gt=0)
     """Peak learning rate; everything else of the optimiser and of its schedule is as in train."""
 
-    def of_policy(self, policy: LanguageModelConfig) -> LanguageModelConfig:
+    def derive_from(self, policy: LanguageModelConfig) -> LanguageModelConfig:
         """The critic's model section: the policy's with what the critic has of its own.
 
         ``model.freeze`` is about the policy.

@@ -111,7 +111,7 @@ class ChatSession:
         token_ids: list[int] = []
         shown = ""
 
-        def take(token: int) -> None:
+        def show_token(token: int) -> None:
             nonlocal shown
             token_ids.append(token)
             text = model.template.decode(token_ids)
@@ -120,7 +120,7 @@ class ChatSession:
                 shown = text
 
         seed = request_seed(settings.seed, "chat", self._num_turns, 0)
-        request = GenerationRequest(prompt.token_ids, seed, room, images=prompt.images, on_token=take)
+        request = GenerationRequest(prompt.token_ids, seed, room, images=prompt.images, on_token=show_token)
         try:
             ending: str = asyncio.run(engine.generate(request, settings.sampling)).finish_reason
         except KeyboardInterrupt:

@@ -39,7 +39,7 @@ class _Answerer(Protocol):
     @property
     def trained(self) -> nn.Module: ...
 
-    def take(self, source: ModelSource) -> None:
+    def load_weights(self, source: ModelSource) -> None:
         """Loads the weights of a checkpoint."""
 
     def forget(self) -> None:
@@ -150,7 +150,7 @@ class Playground:
             if source.folder not in self._verified:
                 verify_checkpoint(source.folder)
                 self._verified.add(source.folder)
-            self._answerer.take(source)
+            self._answerer.load_weights(source)
         self._loaded = source.label
 
 
@@ -175,7 +175,7 @@ class _Pictures:
     def trained(self) -> nn.Module:
         return self._model.model.trained
 
-    def take(self, source: ModelSource) -> None:
+    def load_weights(self, source: ModelSource) -> None:
         from sfumato.evaluation.pictures import take_weights
 
         take_weights(self._model.model, source, self._device)
@@ -214,7 +214,7 @@ class _Texts:
     def trained(self) -> nn.Module:
         return self._model.model.trained
 
-    def take(self, source: ModelSource) -> None:
+    def load_weights(self, source: ModelSource) -> None:
         from sfumato.evaluation.texts import take_weights
 
         take_weights(self._model, source, self._device)

@@ -138,7 +138,7 @@ class TextModel:
                 length *= 2
             length = length if longest is None else min(length, longest)
             length = self.settings.max_length or length
-            self._engine = Embedded().of_module(self.model.plain, self.model, length, is_for_training)
+            self._engine = Embedded().build_for_module(self.model.plain, self.model, length, is_for_training)
             self._engine_length = length
             self._is_for_training = is_for_training
         return self._engine

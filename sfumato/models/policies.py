@@ -130,9 +130,9 @@ class Policies(Generic[Model]):
         """Call it when a run begins or has been resumed, perhaps from a checkpoint without the previous policy."""
         # no updates: neither this process nor a checkpoint has kept a previous policy yet
         if self._previous is not None and self._previous.num_updates == 0:
-            self.hold()
+            self.snapshot_previous()
 
-    def hold(self) -> None:
+    def snapshot_previous(self) -> None:
         """Call it before an update: keeps the weights that have drawn samples until now."""
         if self._previous is not None:
             # inside, the model has the sampling policy's weights, of which the average with decay 0 becomes a copy
@@ -164,7 +164,7 @@ class Policies(Generic[Model]):
         """Call it after every optimiser step."""
         self._is_ahead = True
 
-    def follow(self) -> None:
+    def update_averages(self) -> None:
         """Call it at the end of every iteration: the other policies move towards the trained one."""
         for average in self.moving.values():
             average.update()

@@ -41,7 +41,7 @@ class SequenceGroups:
     ulysses_size: int
 
     @classmethod
-    def of(cls, mesh: Mesh) -> SequenceGroups:
+    def from_mesh(cls, mesh: Mesh) -> SequenceGroups:
         """The groups of a mesh that has a process group."""
         return cls(
             ring=mesh.group("ring"),

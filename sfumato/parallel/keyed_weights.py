@@ -101,7 +101,7 @@ class Initialisation(TorchDispatchMode):
         place = {"start": start, "stop": start + tensor.numel(), "is_contiguous": tensor.is_contiguous()}
         self._operations.setdefault(tensor.untyped_storage()._cdata, []).append(replace(operation, **place))
 
-    def of_weight(self, weight: Tensor) -> list[Operation]:
+    def operations_for(self, weight: Tensor) -> list[Operation]:
         """The operations that gave a weight on meta its values, from the last one that wrote all of it on."""
         operations = self._operations.get(weight.untyped_storage()._cdata, [])
         writes_all = [
@@ -150,7 +150,7 @@ def record_initialisation(build: Callable[[], nn.Module], seed: int) -> tuple[nn
     for name, weight in module.named_parameters(remove_duplicate=False):
         if id(weight) not in recipes:
             values = Operation("copy_", torch.Tensor.copy_, (weight.detach(),), {}, 0, weight.numel())
-            operations = initialisation.of_weight(weight) if weight.is_meta else [values]
+            operations = initialisation.operations_for(weight) if weight.is_meta else [values]
             recipes[id(weight)] = WeightRecipe(name, weight.shape, operations)
         by_name[name] = recipes[id(weight)]
     return module, by_name

@@ -525,7 +525,7 @@ class _HostCopy:
                 self._back = back.copy_(self._host, non_blocking=True).expand(self._shape)
             self._ready = _event_on(self.stream, self.device)
 
-    def take(self) -> Tensor:
+    def get_on_device(self) -> Tensor:
         """The tensor on its device, for the stream that computes."""
         self.call.bring_back()
         self.fetch()
@@ -542,9 +542,9 @@ def _unpack(packed: _Packed) -> Tensor:
         return packed
     host_copy, layout = packed
     if layout is None:
-        return host_copy.take()
+        return host_copy.get_on_device()
     mesh, placements, shape, stride = layout
-    return DTensor.from_local(host_copy.take(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return DTensor.from_local(host_copy.get_on_device(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def _event_on(stream: torch.Stream | None, device: torch.device | None) -> torch.Event:

@@ -17,7 +17,7 @@ from sfumato.parallel.attention import Schedule, attention_of_rows
 from sfumato.parallel.packed_rows import SIZES
 
 OFF = f"set {SIZES} to 1"
-UNKNOWN_TO = "sequence parallelism"
+SEQUENCE_PARALLELISM = "sequence parallelism"
 
 CHANGES = ("softcap", "s_aux")
 """Arguments that change the scores and are supported by an attention of whole rows only."""
@@ -34,7 +34,7 @@ class RowAttention:
     """The mask function that belongs to it; its result for a window takes the place of a mask."""
 
     @classmethod
-    def of(cls, name: str) -> RowAttention | None:
+    def find(cls, name: str) -> RowAttention | None:
         """The attention of this name; None where it does not support windows, soft caps and sinks in packed rows."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -105,5 +105,5 @@ def window_for_mask(
     if attention_mask is not None and not attention_mask.all():
         raise ConfigError("sequence parallelism knows no padding mask: pack documents into rows, with position_ids")
     if use_vmap or local_size not in (None, getattr(config, "sliding_window", None)):
-        raise ConfigError(f"the model has a mask of its own, unknown to {UNKNOWN_TO}: {OFF}")
+        raise ConfigError(f"the model has a mask of its own, unknown to {SEQUENCE_PARALLELISM}: {OFF}")
     return local_size

@@ -29,7 +29,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.packed_rows import head_tail_chunks
 from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.positions import document_bounds, lengths_between, whole_positions
-from sfumato.parallel.row_attention import CHANGES, OFF, UNKNOWN_TO, WINDOWS, RowAttention, window_for_mask
+from sfumato.parallel.row_attention import CHANGES, OFF, SEQUENCE_PARALLELISM, WINDOWS, RowAttention, window_for_mask
 from sfumato.parallel.sequence_state import SequenceState
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ class _LanguageSequence(SequenceState):
         model = cast("PreTrainedModel", self.module)
         config = model.config.get_text_config()
         if self.groups.ring_size == 1:
-            self.of_rows = RowAttention.of(cast("str", config._attn_implementation))
+            self.of_rows = RowAttention.find(cast("str", config._attn_implementation))
         self._check_config(config)
         settings = (*CHANGES, "sliding_window")
-        AttentionInterface.register(ATTENTION, packed_causal(_language_attention, UNKNOWN_TO, OFF, settings))
+        AttentionInterface.register(ATTENTION, packed_causal(_language_attention, SEQUENCE_PARALLELISM, OFF, settings))
         AttentionMaskInterface.register(ATTENTION, window_for_mask)
         model.set_attn_implementation(ATTENTION)
         if config._attn_implementation != ATTENTION:
@@ -115,7 +115,7 @@ class _LanguageSequence(SequenceState):
         if unsupported:
             remedy = f"{OFF}, or take train.ulysses_parallel_size alone, with model.attention packed"
             raise ConfigError(
-                f"{self.name} has {', '.join(unsupported)}, unknown to {UNKNOWN_TO}: "
+                f"{self.name} has {', '.join(unsupported)}, unknown to {SEQUENCE_PARALLELISM}: "
                 f"{remedy if unsupported == [WINDOWS] else OFF}"
             )
         if getattr(config, "attention_dropout", 0.0):
@@ -131,7 +131,9 @@ class _LanguageSequence(SequenceState):
         if args or kwargs.get("inputs_embeds") is None or kwargs.get("position_ids") is None:
             raise ConfigError(f"{self.name} is not given inputs_embeds and position_ids by name: {OFF}")
         if kwargs.get("attention_mask") is not None:
-            raise ConfigError(f"{self.name} is given a mask by the model around it, unknown to {UNKNOWN_TO}: {OFF}")
+            raise ConfigError(
+                f"{self.name} is given a mask by the model around it, unknown to {SEQUENCE_PARALLELISM}: {OFF}"
+            )
         positions = kwargs["position_ids"]
         self._whole = positions if positions.ndim == 2 else positions[0]
         return args, kwargs | shard_embeddings(kwargs, self.mesh)
@@ -202,5 +204,5 @@ def _language_attention(
     if not active:
         return sequence_attention(query, key, value, schedule, scale).transpose(1, 2)
     if shared.of_rows is None or pattern != changes["sliding_window"]:
-        raise ConfigError(f"{type(module).__name__} uses {', '.join(active)}, unknown to {UNKNOWN_TO}: {OFF}")
+        raise ConfigError(f"{type(module).__name__} uses {', '.join(active)}, unknown to {SEQUENCE_PARALLELISM}: {OFF}")
     return shared.of_rows(module, (query, key, value), schedule, row_positions, scale, pattern, softcap, s_aux)

@@ -24,7 +24,7 @@ class SequenceState:
         self.mesh = mesh
         self.plan = plan
         self.name = type(module).__name__
-        self.groups = SequenceGroups.of(mesh)
+        self.groups = SequenceGroups.from_mesh(mesh)
         self.group = mesh.group("cp")
         self.blocks = find_blocks(module, plan)
         self.called: set[nn.Module] = set()

@@ -34,7 +34,7 @@ class Style:
     """Equal blocks of a fused matrix."""
 
     @classmethod
-    def of(cls, text: str, pattern: str) -> Style:
+    def parse(cls, text: str, pattern: str) -> Style:
         """Reads ``kind`` or ``kind:blocks``."""
         kind, _, blocks = text.partition(":")
         if kind not in STYLES or (blocks and not blocks.isdigit()):
@@ -119,7 +119,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
     names = [*dict(module.named_modules()), *dict(module.named_parameters())]
     module_styles: dict[str, Style] = {}
     for pattern, text in plan.items():
-        style = Style.of(text.removesuffix("?"), pattern)
+        style = Style.parse(text.removesuffix("?"), pattern)
         matching = [*filter(matcher(pattern), names)]
         if not matching and not text.endswith("?"):
             raise ConfigError(

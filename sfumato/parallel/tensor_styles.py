@@ -38,7 +38,7 @@ class TensorRanks:
     rank: int
 
     @classmethod
-    def of(cls, device_mesh: DeviceMesh) -> TensorRanks:
+    def from_device_mesh(cls, device_mesh: DeviceMesh) -> TensorRanks:
         """The ranks of a mesh with one axis."""
         return cls(device_mesh.get_group().group_name, device_mesh.size(), device_mesh.get_local_rank())
 
@@ -172,7 +172,7 @@ class Cutter:
 
     def __init__(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         self.device_mesh = device_mesh
-        self.ranks = TensorRanks.of(device_mesh)
+        self.ranks = TensorRanks.from_device_mesh(device_mesh)
         owners: dict[int, int] = {}
         for submodule in module.modules():
             for parameter in submodule.parameters(recurse=False):

@@ -153,7 +153,7 @@ class DPGBench(Judge):
 
     def take_counts(self) -> dict[str, tuple[int, int]]:
         """Questions answered with Yes of all, by category and broad category; and what ``Judge`` counts."""
-        counts = _build_category_tally(self).take()
+        counts = _build_category_tally(self).pop_counts()
         shares = {
             f"{self.label}/{category}": counts.get(category, (0, 0)) for category in self._load_table().categories
         }
@@ -182,7 +182,7 @@ class CategoryTally:
                     yes, all_of_it = self._counts.get(category, (0, 0))
                     self._counts[category] = (yes + int(answer), all_of_it + 1)
 
-    def take(self) -> dict[str, tuple[int, int]]:
+    def pop_counts(self) -> dict[str, tuple[int, int]]:
         """Questions with Yes and all questions, by category."""
         with self._lock:
             counts, self._counts = self._counts, {}

@@ -136,7 +136,7 @@ def join_rollouts(rank_batch: RankBatch, device: torch.device) -> Any:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class EvalStats:
     """Metrics that are measured while the samples of an evaluation are drawn."""
 
     values: dict[str, list[float]] = field(default_factory=dict)

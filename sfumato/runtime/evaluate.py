@@ -17,7 +17,7 @@ from sfumato.parallel.mesh import range_of_rank
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, failure_prefix
 from sfumato.rewards.scoring.scores import Scores
-from sfumato.rollout.batch import Drawn, RankBatch, records_of
+from sfumato.rollout.batch import EvalStats, RankBatch, records_of
 from sfumato.runtime.decisions import Decisions
 from sfumato.runtime.roles import Handle, Role, Roles
 from sfumato.runtime.states import Actor
@@ -51,7 +51,7 @@ def evaluate(
         roles: the actor draws, or if so configured a sampler of its own. The actor saves samples, so that no image
             passes through this process.
         run: reports what could not be scored, and shows samples to the trackers.
-        draw: ``(state, rows, config)`` to samples of these held-out prompts, and a ``Drawn`` with measurements.
+        draw: ``(state, rows, config)`` to samples of these held-out prompts, and a ``EvalStats`` with measurements.
         config: of the task.
         step: finished iterations.
         trained: what the ranks learned from in the iteration, if there was one.
@@ -72,7 +72,7 @@ def evaluate(
     with run.timed("evaluate"):
         if drawer is not actor:
             assert stream is not None, "a sampler draws, and there is no stream to give it weights"
-            samples, scored, drawn_by_rank = stream.by_newest_weights(draw_and_score)
+            samples, scored, drawn_by_rank = stream.with_latest_weights(draw_and_score)
         else:
             samples, scored, drawn_by_rank = draw_and_score()
         values = {
@@ -138,7 +138,7 @@ def control_of(
         if drawer is roles.actor:
             return draw_all()
         assert stream is not None, "a sampler draws, and there is no stream to give it weights"
-        return stream.by_newest_weights(draw_all)
+        return stream.with_latest_weights(draw_all)
 
     def sample() -> None:
         measure(num_shown)
@@ -179,7 +179,7 @@ def refuse_failed_rewards(scores: Scores, config: RLConfig) -> None:
 
 def _draw_and_score(
     roles: Roles, drawer: Role, draw: Callable[..., object], config: RLConfig, by_rank: list[list[int]]
-) -> tuple[list[Handle], list[Scores], list[Drawn]]:
+) -> tuple[list[Handle], list[Scores], list[EvalStats]]:
     """Has a role draw samples of held-out prompts, and the scorer score them.
 
     Args:

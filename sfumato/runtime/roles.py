@@ -112,7 +112,7 @@ class Role(Protocol):
         """
         ...
 
-    def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
+    def prefetch(self, parts: Sequence[Sequence[Handle]]) -> Future:
         """Copies values to the machines of each of ``data_ranks``, so that later calls find them there.
 
         The future raises ValuesLostError when some are lost with the machine that they were on.
@@ -172,7 +172,7 @@ class Record:
         with self._lock:
             self._events.append(event)
 
-    def take(self) -> list[Event]:
+    def pop_events(self) -> list[Event]:
         """The events since the last call."""
         with self._lock:
             events = self._events
@@ -235,7 +235,7 @@ class LocalRole:
         seconds = time.perf_counter() - started
         return [tuple(LocalHandle(value, seconds) for value in (result if num_values > 1 else [result]))]
 
-    def bring(self, parts: Sequence[Sequence[Handle]]) -> Future:
+    def prefetch(self, parts: Sequence[Sequence[Handle]]) -> Future:
         """Does nothing: the values are in this process."""
         del parts
         return _done(None)

@@ -176,7 +176,7 @@ class Iteration:
         return all(round_.is_complete for round_ in self.rounds)
 
     @property
-    def is_shown(self) -> bool:
+    def is_closed(self) -> bool:
         """Whether every group was shown to ``more_groups``, so that no more can be requested."""
         return len(self.scored) == len(self.units)
 

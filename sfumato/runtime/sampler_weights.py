@@ -108,13 +108,13 @@ class SamplerWeights:
         is_prepared = self.prepare(step)
         assert is_prepared, f"iteration {step} is asked for, and the actor's newest weights are {self.actor_version}"
         self.check_applied(wait=True)
-        self.roles.actor.call(rest).result()
+        self.roles.actor.call(offload_state).result()
         self.is_samplers_turn = True
 
     def end_turn(self) -> None:
         """Has the sampler free the GPUs for the actor. Raises RoleLostError."""
         if self.is_samplers_turn:
-            self.roles.sampler.call(rest).result()
+            self.roles.sampler.call(offload_state).result()
             self.is_samplers_turn = False
 
     def reconnect(self) -> None:
@@ -144,6 +144,6 @@ class SamplerWeights:
         self.is_samplers_turn = not self.takes_turns
 
 
-def rest(state: Actor | Sampler) -> None:
+def offload_state(state: Actor | Sampler) -> None:
     """Runs in a role's processes: frees the device for another role."""
-    state.rest()
+    state.offload()

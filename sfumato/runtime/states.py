@@ -39,7 +39,7 @@ class Sampler(Generic[Model]):
     mesh: Mesh
     prompts: Sequence[Any]
     """Training prompts, whose rows requests name."""
-    offload: InitVar[bool] = False
+    offload_idle: InitVar[bool] = False
     """Whether weights wait in CPU memory while nothing is sampled."""
     engine: Any = None
     """What draws, where the model does not by itself."""
@@ -50,16 +50,16 @@ class Sampler(Generic[Model]):
     eval_prompts: Sequence[Any] = ()
     """Held-out prompts, where it draws evaluations, too."""
 
-    def __post_init__(self, offload: bool) -> None:
-        self._takes_turns = offload  # whether actor and sampler use one device in turns
-        has_weights = offload and self.model is not None
+    def __post_init__(self, offload_idle: bool) -> None:
+        self._takes_turns = offload_idle  # whether actor and sampler use one device in turns
+        has_weights = offload_idle and self.model is not None
         self.memory = RoleMemory(self.model.trained, device=self.mesh.device) if has_weights else None
-        self.rest()
+        self.offload()
 
     @contextmanager
     def policy(self) -> Iterator[Model]:
         """The model that samples, inside the block."""
-        self.wake()
+        self.onload()
         yield self.model
 
     evaluated = policy
@@ -73,20 +73,20 @@ class Sampler(Generic[Model]):
     @property
     def received_module(self) -> nn.Module:
         """The module whose weights are replaced by those that are sent."""
-        self.wake()
+        self.onload()
         return self.model.trained
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Brings the weights onto the device."""
         if self.memory is not None:
             self.memory.onload(PARAMETERS)
         if self._takes_turns and self.engine is not None:
-            self.engine.wake()
+            self.engine.onload()
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Frees the device for another role."""
         if self._takes_turns and self.engine is not None:
-            self.engine.rest()
+            self.engine.offload()
         if self.memory is not None:
             self.memory.offload(PARAMETERS)
 
@@ -104,7 +104,7 @@ class Actor(Generic[Model]):
     policies: Policies[Model]
     state: TrainState
     checkpointer: Checkpointer
-    offload: InitVar[bool] = False
+    offload_idle: InitVar[bool] = False
     """Whether what a call does not need waits in CPU memory."""
     engine: Any = None
     """What draws, where the model does not by itself."""
@@ -117,10 +117,10 @@ class Actor(Generic[Model]):
     decisions: Decisions | None = None
     """What the last update made of decisions."""
 
-    def __post_init__(self, offload: bool) -> None:
-        self.memory = build_memory(self) if offload else None
-        if offload:
-            self.checkpointer.before_save = self.wake_all
+    def __post_init__(self, offload_idle: bool) -> None:
+        self.memory = build_memory(self) if offload_idle else None
+        if offload_idle:
+            self.checkpointer.before_save = self.onload_all
 
     @contextmanager
     def policy(self) -> Iterator[Model]:
@@ -167,8 +167,8 @@ class Actor(Generic[Model]):
 
     def begin_update(self) -> None:
         """Call it before the forward passes of an update."""
-        self.wake()
-        self.policies.hold()
+        self.onload()
+        self.policies.snapshot_previous()
 
     def step(self) -> None:
         """Takes one step of the optimiser, and updates the averages that follow the policy."""
@@ -184,7 +184,7 @@ class Actor(Generic[Model]):
 
     def end_update(self, step: int) -> None:
         """Call it after the optimiser steps of an iteration; ``step`` iterations are finished then."""
-        self.policies.follow()
+        self.policies.update_averages()
         # torch warns about a schedule that moves before the first optimiser step, which an iteration without anything
         # to learn from does not take.
         with warnings.catch_warnings():
@@ -192,12 +192,12 @@ class Actor(Generic[Model]):
             self.state.schedule.step()
         self.state.step = step
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Brings everything but the optimiser's state onto the device."""
         if self.memory is not None:
             self.memory.before_update()
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Frees the device for another role."""
         if self.memory is not None:
             self.memory.before_generation(sampled_here=False)
@@ -223,10 +223,10 @@ class Actor(Generic[Model]):
 
     def export(self, config: RLConfig) -> None:
         """Writes the trained model or adapter to ``hf_ckpt``."""
-        self.wake_all()
+        self.onload_all()
         export_model(self.model, self.state.ema, Path(config.train.output_dir) / "hf_ckpt", self.mesh)
 
-    def wake_all(self) -> None:
+    def onload_all(self) -> None:
         """Brings everything onto the device."""
         if self.memory is not None:
             self.memory.onload(*self.memory.parts)

@@ -205,7 +205,7 @@ class RolloutStream:
         self.weights.actor_version = version
         self._listen()
 
-    def by_newest_weights(self, draw: Callable[[], Result]) -> Result:
+    def with_latest_weights(self, draw: Callable[[], Result]) -> Result:
         """Has a sampler of its own draw by the actor's current weights, as an evaluation does.
 
         Args:
@@ -267,7 +267,7 @@ class RolloutStream:
             # Iterations are delivered in their order, so that this one, once planned, is the first.
             iteration = self.in_flight.iterations[0] if self._next_step > step else None
             if iteration is not None and iteration.is_complete:
-                if self._bring_samples(iteration):
+                if self._prefetch_samples(iteration):
                     break
                 continue
             pending = self.in_flight.pending()
@@ -387,7 +387,7 @@ class RolloutStream:
     def _ask_for_more(self) -> bool:
         """Shows the next group to ``more_groups`` if it is scored, and adds the groups that are requested. Returns
         whether it did."""
-        iteration = next((iteration for iteration in self.in_flight.iterations if not iteration.is_shown), None)
+        iteration = next((iteration for iteration in self.in_flight.iterations if not iteration.is_closed), None)
         if self.more_groups is None or iteration is None:
             return False
         unit = iteration.units[len(iteration.scored)]
@@ -405,7 +405,7 @@ class RolloutStream:
         if step >= self.total_steps or step > self._needed + self.max_staleness or not self.weights.is_samplers_turn:
             return False
         iterations = self.in_flight.iterations
-        if round_ is None and self.more_groups is not None and iterations and not iterations[-1].is_shown:
+        if round_ is None and self.more_groups is not None and iterations and not iterations[-1].is_closed:
             return False
         # Weights are prepared last: that changes what the sampler draws by.
         if not self.in_flight.has_room(is_needed=step == self._needed) or not self.weights.prepare(step):
@@ -467,7 +467,7 @@ class RolloutStream:
             except RoleLostError as lost:
                 self._replace_sampler(lost)
 
-    def _bring_samples(self, iteration: Iteration) -> bool:
+    def _prefetch_samples(self, iteration: Iteration) -> bool:
         """Brings the samples of a complete iteration to where the actor is, before it learns from them.
 
         Returns:
@@ -475,7 +475,7 @@ class RolloutStream:
         """
         lost = [round_ for round_ in iteration.rounds if round_.lost is not None]
         problem = lost[0].lost if lost else None
-        if problem is None and self.more_groups is not None and not iteration.is_shown:
+        if problem is None and self.more_groups is not None and not iteration.is_closed:
             return False  # the last group was scored just now, and was not shown to ``more_groups``
         if self.roles.weights is None:  # the actor has drawn the samples itself
             return True
@@ -485,7 +485,7 @@ class RolloutStream:
             ]
             try:
                 with labelled(self.roles.driver.record, iteration.step + 1):
-                    self.roles.actor.bring(parts).result()
+                    self.roles.actor.prefetch(parts).result()
                 return True
             except ValuesLostError as error:
                 problem = error

@@ -225,7 +225,7 @@ def _plain(value: Any) -> object:
     return value
 
 
-class Sparing:
+class BestEffortFiles:
     """Writes files that a run can do without, and remembers which cannot be written, so that each is reported once."""
 
     def __init__(self, say: Callable[[str], None]) -> None:

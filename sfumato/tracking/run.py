@@ -26,7 +26,7 @@ from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.exit import check_early_stop, listen, name_log
 from sfumato.tracking.folder import RunFolder, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
-from sfumato.tracking.json_lines import JsonLines, Sparing, read_jsonl, series_of
+from sfumato.tracking.json_lines import BestEffortFiles, JsonLines, read_jsonl, series_of
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
 from sfumato.tracking.model_card import CARD, write_card
 from sfumato.tracking.progress import Progress, digits_after_point, quiet_libraries, say_messages, show_progress
@@ -90,8 +90,8 @@ class Run:
                 first, last = cast("tuple[int, int]", steps)
                 self._profiler = StepProfiler(first, last, output_dir / "traces", mesh.rank)
         self._trackers = Trackers([], self.say)  # a signal may come while those of ``begin`` start
-        self._files = Sparing(self.say)
-        self._owed: CheckpointError | None = None
+        self._files = BestEffortFiles(self.say)
+        self._pending_error: CheckpointError | None = None
         self._timings: dict[str, float] = {}
         self._signs_said: set[str] = set()
         self._graphs_said = compiler_figures().get("compile/graphs", 0)
@@ -280,7 +280,7 @@ class Run:
     def owe(self, error: CheckpointError) -> None:
         """Stores the error of the last checkpoint, until the rest of the run's end is done; ``finish`` raises it."""
         self.say(str(error))
-        self._owed = error
+        self._pending_error = error
 
     def set_devices(self, count: int) -> None:
         """Sets how many processes compute, where these are not the processes that run the script."""
@@ -434,7 +434,7 @@ class Run:
         Raises:
             CheckpointError: on every rank, when its last checkpoint or lines of its metrics could not be written.
         """
-        problem = str(self._owed or "") or self.sync()
+        problem = str(self._pending_error or "") or self.sync()
         if problem := self.mesh.first(problem, among="world"):
             raise CheckpointError(problem)
         if self._enabled and (text := idle_summary(series_of(read_jsonl(self.output_dir / "metrics.jsonl")))):

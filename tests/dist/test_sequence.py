@@ -64,7 +64,7 @@ PROBLEMS = {
 
 def solve_in_parts(config: dict[str, int]) -> dict[str, list[tuple[torch.Tensor, torch.Tensor]]]:
     """For each problem: (this rank's part, the same from torch in float32) of the output and the gradients."""
-    groups = SequenceGroups.of(make_mesh(**config)[0])
+    groups = SequenceGroups.from_mesh(make_mesh(**config)[0])
     return {name: solve(problem, groups) for name, problem in PROBLEMS.items()}
 
 
@@ -143,7 +143,7 @@ def test_causal_work_is_even(size):
 
 def no_tile_is_computed_in_vain() -> list[int]:
     """Scores that this rank computes of three documents on ring 4."""
-    groups = SequenceGroups.of(make_mesh(**{R: 4})[0])
+    groups = SequenceGroups.from_mesh(make_mesh(**{R: 4})[0])
     tiles = [tile for step_tiles in causal_schedule(groups, [[40, 24, 8, 8]]).tiles for tile in step_tiles]
     return [tile.num_queries * tile.num_keys * tile.repeat // (2 if tile.causal else 1) for tile in tiles]
 

@@ -159,14 +159,14 @@ def outputs_until_staged(peer: Peer, version: int) -> tuple[int, list[torch.Tens
 
 def slow_down(peer: Peer) -> None:
     """Each tensor takes a while to arrive."""
-    take = peer.sync.transport.take
+    take = peer.sync.transport.receive_tensors
 
     def slowly(version: int, delivery: Any) -> Any:
         for delivered in take(version, delivery):
             time.sleep(0.005)
             yield delivered
 
-    peer.sync.transport.take = slowly
+    peer.sync.transport.receive_tensors = slowly
 
 
 def test_the_sampler_goes_on_while_weights_arrive(ranks, tmp_path):
@@ -338,7 +338,7 @@ def test_receivers_do_not_wait_for_an_actor_that_failed(transport, ranks, tmp_pa
 
 def leave_while_receiving(peer: Peer) -> None:
     """The second rank breaks off at its fourth tensor."""
-    take = peer.sync.transport.take
+    take = peer.sync.transport.receive_tensors
 
     def broken(version: int, delivery: Any) -> Any:
         for number, delivered in enumerate(take(version, delivery)):
@@ -346,7 +346,7 @@ def leave_while_receiving(peer: Peer) -> None:
                 raise OSError("the sampler broke off")
             yield delivered
 
-    peer.sync.transport.take = broken
+    peer.sync.transport.receive_tensors = broken
 
 
 @pytest.mark.parametrize("transport", STREAMS)

@@ -202,7 +202,9 @@ def test_images_that_are_seen_after_one_is_drawn_are_those(tmp_path: Path, make)
     (tmp_path / "rows.jsonl").write_text(f"{row}\n" * 4, encoding="utf-8")
     _, _, model, (loader, _, _) = opened(config, tmp_path)
     batch = next(iter(loader.steps(from_step=0)))[1][0]
-    expected = model.vision.reader.of_opened([read_image(base64.b64decode(pictures[1].partition(",")[2]), "a test")])
+    expected = model.vision.reader.process_opened(
+        [read_image(base64.b64decode(pictures[1].partition(",")[2]), "a test")]
+    )
     assert torch.equal(batch.media[0]["pixel_values"], expected["pixel_values"])
     if model.has_head:
         assert len(batch.media[0]["drawn_latents"]) == 2

@@ -42,7 +42,7 @@ def test_losses_are_those_of_transformers_processor_and_model(kind: str, tmp_pat
     mesh = build_mesh(parsed.train)
     built = build_language_model(parsed.model, parsed.train, data_type=parsed.data.data_type)
     flops = FlopCount(built.module, built.vision)
-    _, validation, _ = open_text_data(parsed, built.tokenizer, mesh, print, None, flops.of_document, flops.sight)
+    _, validation, _ = open_text_data(parsed, built.tokenizer, mesh, print, None, flops.count_document, flops.sight)
     built.parallelize(mesh, parsed.train)
     probe(built, parsed.model, parsed.train, 256, print)  # Chameleon has a row for each document
     compared = set()

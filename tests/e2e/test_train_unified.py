@@ -57,7 +57,7 @@ def again(trained: tuple[str, dict[str, Any], Path], exported: tuple[Any, Any]) 
     parsed = load_config(TrainOmniConfig, write_config(merge(config, {"model": model}), run / "again.yaml"))
     mesh, built = build_mesh(parsed.train), build_omni_model(parsed)
     flops = FlopCount(built.module, built.vision)
-    printing_and_costs = (print, None, flops.of_document, flops.sight)
+    printing_and_costs = (print, None, flops.count_document, flops.sight)
     loader, validation, _ = open_text_data(parsed, built.tokenizer, mesh, *printing_and_costs)
     built.parallelize(mesh, parsed.train)
     for model in (exported[0], built.plain):

@@ -23,7 +23,7 @@ from sfumato.models.smollm2 import main as make_smollm2
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.engines.served.weight_files import WeightFiles
 from sfumato.rollout.engines.vllm import VllmEngine
-from sfumato.rollout.text.policy import TextEngine, beginnings_of, build_text_policy, open_prompts
+from sfumato.rollout.text.policy import TextGenerator, beginnings_of, build_text_policy, open_prompts
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.states import Sampler
 from sfumato.runtime.weight_sync import rescoring
@@ -83,7 +83,7 @@ class Policy:
         self.mesh, self.sync = build_mesh(config.train), None
         self.model, _ = build_text_policy(config)
         self.model.parallelize(self.mesh, config.train)
-        self.engine = TextEngine(config, self.mesh, self.model)
+        self.engine = TextGenerator(config, self.mesh, self.model)
 
     @contextmanager
     def sent_weights(self, version: int) -> Iterator[nn.Module]:
@@ -144,7 +144,7 @@ def test_a_healthy_engine_is_taken_and_wrong_weights_are_noticed(
     config = config_of(smollm2, tmp_path, dtype, lora)
     template, prompts, _ = open_prompts(config, print)
     policy = Policy(config)
-    sampler: Any = Sampler(None, policy.mesh, prompts, engine=TextEngine(config, policy.mesh, served=True))  # type: ignore[arg-type]
+    sampler: Any = Sampler(None, policy.mesh, prompts, engine=TextGenerator(config, policy.mesh, served=True))  # type: ignore[arg-type]
     roles = LocalRole(policy), LocalRole(sampler, "sampler")
     compared: list[tuple[Distance, Distance]] = []
     is_within = Distance.is_within

@@ -20,7 +20,7 @@ from sfumato.config.load import merge
 from sfumato.errors import DataError, RewardError, RoleLostError, WeightSyncError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rollout.debug.dumps import dump_path, read_dump
-from sfumato.rollout.text.policy import TextEngine
+from sfumato.rollout.text.policy import TextGenerator
 from sfumato.tracking.exit import ending_of
 from sfumato.tracking.json_lines import read_jsonl
 from tests.engines.sglang_program import engine_settings
@@ -228,7 +228,7 @@ def test_evaluations_are_drawn_by_the_server_and_change_nothing_else(
     here = run_task_here(
         "rl_text", config_of(tmp_path, model=served[0], eval={"every_steps": 1}, train={"max_steps": 1})
     )
-    monkeypatch.setattr(TextEngine, "_embedded", None)  # the actor draws nothing
+    monkeypatch.setattr(TextGenerator, "_embedded", None)  # the actor draws nothing
     lines = []
     for every in (1, 100):
         config = merge(

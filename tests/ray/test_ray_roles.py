@@ -169,7 +169,7 @@ def test_what_a_process_says_and_does_is_heard(
 ) -> None:
     timed: dict[str, float] = {}
     monkeypatch.setattr(cluster.run, "add_time", lambda name, seconds: timed.update({name: seconds}))
-    cluster.record.take()
+    cluster.record.pop_events()
     told: list[str] = []
     cluster.on_progress(lambda: told.append("progress"))
     before = time.time()
@@ -179,7 +179,7 @@ def test_what_a_process_says_and_does_is_heard(
     cluster.on_progress(None)
     assert (cluster.run.output_dir / "log.txt").read_text().count("said hello\n") == 1
     assert timed == {"talk": 2.0} and told == ["progress"]
-    events = sorted(cluster.record.take(), key=lambda event: event.rank)
+    events = sorted(cluster.record.pop_events(), key=lambda event: event.rank)
     assert [(event.role, event.rank, event.kind, event.step, event.version) for event in events] == [
         ("sampler", rank, "update", 7, 2) for rank in range(2)
     ]
@@ -214,7 +214,7 @@ def test_a_line_whose_heartbeat_nobody_reads_is_heard_with_the_next_reply(
 
 
 def test_a_data_parallel_rank_without_work(cluster: Cluster, group: RayGroup) -> None:
-    cluster.record.take()
+    cluster.record.pop_events()
     none, (first, second) = group.map_remote(functions.make, [None, 3], 5, num_values=2)
     assert none == ()
     while not first.done():
@@ -222,7 +222,7 @@ def test_a_data_parallel_rank_without_work(cluster: Cluster, group: RayGroup) ->
     second.check()
     assert first.fetch()["rank"] == 1 and second.fetch().tolist() == [13.0] * 5
     assert first.seconds > 0 and second.nbytes > 20
-    assert [event.rank for event in cluster.record.take()] == [1], "its processes are not called"
+    assert [event.rank for event in cluster.record.pop_events()] == [1], "its processes are not called"
 
 
 def test_values_are_freed_at_once(cluster: Cluster, group: RayGroup, pool: RayPool) -> None:

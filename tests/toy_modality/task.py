@@ -20,7 +20,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rewards.scoring.scorer import Scorer, build_scorer
-from sfumato.rollout.batch import Drawn, RankBatch, SampleRequest, requests_of
+from sfumato.rollout.batch import EvalStats, RankBatch, SampleRequest, requests_of
 from sfumato.runtime.evaluate import evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
 from sfumato.runtime.roles import Roles
@@ -134,11 +134,11 @@ def update_policy(
     return update.metrics()
 
 
-def draw_evaluation(actor: Actor, rows: list[int], config: Config) -> tuple[list[Sample], Drawn]:
+def draw_evaluation(actor: Actor, rows: list[int], config: Config) -> tuple[list[Sample], EvalStats]:
     prompts = [actor.eval_prompts[row] for row in rows]
     with actor.evaluated() as model:
         integers, log_probs = draw(model, prompts, config.model.length, config.eval.seed, 0, rows)
-    return samples_of(prompts, rows, integers), Drawn({"eval/log_prob": log_probs.mean(dim=1).tolist()})
+    return samples_of(prompts, rows, integers), EvalStats({"eval/log_prob": log_probs.mean(dim=1).tolist()})
 
 
 if __name__ == "__main__":

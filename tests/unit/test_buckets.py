@@ -318,7 +318,7 @@ def test_rows_of_different_numbers_of_source_images_are_batches_apart(tmp_path: 
             source = dataset.source(index_of[sample_id], dataset.pixels(index_of[sample_id]))
             torch.testing.assert_close(row_latents[None], encode_sources(model, source), rtol=1e-5, atol=1e-5)
             counts[index_of[sample_id]] = 1 if source.ndim == 3 else len(source)
-        assert flops.of_image(online).forward == denoiser_flops(model, 16, 16, online.conditioning.tensors).forward
+        assert flops.count_image(online).forward == denoiser_flops(model, 16, 16, online.conditioning.tensors).forward
     assert counts == {0: 1, 1: 2, 2: 1, 3: 2, 4: 2}
     broken = " ".join(said)
     assert "line 6: column 'source_image' is an empty list: give at least one source image" in broken

@@ -54,7 +54,7 @@ def test_what_encoders_keep_is_that_of_a_real_forward_pass(kind: str, tmp_path: 
     shapes = reader.place(pictures)[1]
     tokens = int(shapes.prod(axis=1).sum() * reader.tokens_per_patch)
     module = AutoModelForImageTextToText.from_config(read_model_config(config.model, sees=True)).train()
-    expected = really_saved(module, reader.of_opened(pictures))
+    expected = really_saved(module, reader.process_opened(pictures))
     actual = plan.encoder_bytes / config.data.max_seq_len * tokens
     assert actual == pytest.approx(expected, rel=0.15)
 

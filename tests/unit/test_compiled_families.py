@@ -82,7 +82,7 @@ def test_compiled_blocks_sample_and_replay_as_plain_ones(family: str, tmp_path: 
     part = sampled.rows(torch.arange(2))  # two samples of two steps: the rollout's four rows
     new = replay_trajectories(model, part, conditioning, FlowSDE(0.7), 3.0)
     log_ratio = objective.ratio(new, part.sampled_steps()).log_ratio
-    replay = Replay.of(largest_of_steps(log_ratio, TRAINED), None, TRAINED, torch.float32)
+    replay = Replay.from_errors(largest_of_steps(log_ratio, TRAINED), None, TRAINED, torch.float32)
     replace(replay, bound=objective.replay_tolerance).check()
     log_ratio.sum().backward()
     with_gradient = [

@@ -126,7 +126,7 @@ def test_a_reference_that_never_moves_is_a_copy_or_the_model_without_its_adapter
         samples = draw(policies.model)
         before = predict(policies, samples).velocity.detach()
         change(policies, 0.01)
-        policies.follow()
+        policies.update_averages()
         result = predict(policies, samples, ["reference"])
         torch.testing.assert_close(result.reference_velocity, before, atol=0, rtol=0)
         assert not torch.allclose(result.velocity, before)
@@ -141,7 +141,7 @@ def test_other_policies_follow_by_their_decay(folder: Path, lora: bool) -> None:
     expected = {"old": [0.75, 1.6875], "reference": [0.0, 2.0], "ema": [1.0, 1.5]}
     for iteration in range(2):
         change(policies, 1.0)
-        policies.follow()
+        policies.update_averages()
         mine = weights(policies.model)
         for name, moved in expected.items():
             with policies.active(name) as other:
@@ -171,7 +171,7 @@ def test_a_policy_that_is_the_trained_one_is_not_computed(folder: Path, monkeypa
     assert computed("old") == computed("ema") == 1, "in the beginning"
     change(policies, 0.01)
     assert computed("old") == 2, "after an optimiser step"
-    policies.follow()
+    policies.update_averages()
     assert (computed("old"), computed("ema")) == (1, 2), "after an iteration"
 
 

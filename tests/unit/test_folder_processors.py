@@ -17,7 +17,7 @@ from transformers.utils import is_torchvision_available
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model_folder import save_tokenizer
@@ -162,7 +162,7 @@ def test_an_export_has_the_chat_template_of_the_run_alone(is_described: bool, tm
     described = tiny_config("internvl", "internvl", image_token_id=261)
     tokenizer = build_byte_tokenizer()
     add_image_tokens(tokenizer, described)
-    reader = ImageReader(build_processor(described, None, tokenizer), (), (4, 1.0))
+    reader = MediaProcessor(build_processor(described, None, tokenizer), (), (4, 1.0))
     source = None if is_described else tmp_path / "source"
     if source is not None:  # as processors wrote it for a while
         source.mkdir()

@@ -139,7 +139,7 @@ def test_operations_are_those_that_torch_counts_of_audio_of_any_length(built: An
     for seconds, frames in ((0.2, 20), (1.0, 100)):
         sounds = [read_sound(sound(seconds), 16000, 30, "a test")]
         assert reader.place(sounds)[1].tolist() == [[frames, 0, 0]]
-        tensors = reader.of_opened(sounds)
+        tensors = reader.process_opened(sounds)
         mask = torch.ones(1, 1, 50, 50, dtype=torch.bool)
         set_eager = base.audio_tower.config._attn_implementation
         base.audio_tower.config._attn_implementation = "eager"
@@ -161,7 +161,7 @@ def test_blocks_are_whole_layers_and_what_the_encoder_keeps_is_predicted(built: 
     assert tokens == 4 * 25
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
         features = module.multi_modal_projector(
-            module.audio_tower(reader.of_opened(sounds)["input_features"]).last_hidden_state
+            module.audio_tower(reader.process_opened(sounds)["input_features"]).last_hidden_state
         )
         features.sum().backward()
     assert plan.encoder_bytes / config.data.max_seq_len * tokens == pytest.approx(saved.total, rel=0.15)

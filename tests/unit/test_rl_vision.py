@@ -208,7 +208,7 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
         return rendered(length)
 
     async def all_of(images: RenderedImages) -> list[Any]:
-        return await asyncio.gather(*(images.of(prompt.token_ids, prompt.images) for _ in range(4)))
+        return await asyncio.gather(*(images.render_features(prompt.token_ids, prompt.images) for _ in range(4)))
 
     result = asyncio.run(all_of(RenderedImages(reader, render)))
     assert [entry["mm_placeholders"]["image"] for entry in result] == [[{"offset": begin, "length": length}]] * 4
@@ -216,7 +216,7 @@ def test_vllm_is_given_images_scaled_and_at_the_places_of_the_prompt(tmp_path: P
     _, rows, columns = prompt.images.shapes[0].tolist()
     with Image.open(io.BytesIO(requests[0][0])) as scaled:
         assert scaled.size == (columns * 4, rows * 4)
-        tensors = reader.of_opened([scaled.convert("RGB")])
+        tensors = reader.process_opened([scaled.convert("RGB")])
     assert torch.equal(tensors["pixel_values"], reader.tensors(prompt.images)["pixel_values"])
 
     async def other(_: list[bytes]) -> Any:

@@ -116,7 +116,7 @@ def test_steps_outside_the_window_are_deterministic(model: DiffusionModel) -> No
 
 def test_the_self_check_names_the_step_and_the_dtype() -> None:
     def check(log_ratio: torch.Tensor, steps: list[int], bound: float | None) -> float:
-        replay = Replay.of(largest_of_steps(log_ratio, steps), None, steps, torch.float32)
+        replay = Replay.from_errors(largest_of_steps(log_ratio, steps), None, steps, torch.float32)
         return replace(replay, bound=bound).check()
 
     log_ratio = torch.tensor([[0.0, 1e-6, 0.0], [0.0, -3e-4, 1e-6]]).flatten()

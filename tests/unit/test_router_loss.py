@@ -171,7 +171,9 @@ def test_the_loss_of_every_family_is_transformers_or_refused(name: str) -> None:
     ids = torch.randint(3, 50, (1, 16))
     output = module(input_ids=ids, labels=ids, use_cache=False, output_router_logits=True)
     loss = RouterLoss(module)
-    assert torch.equal(loss.of(RouterLogits(tuple(output.router_logits)), torch.ones(1, 16).bool()), output.aux_loss)
+    assert torch.equal(
+        loss.compute(RouterLogits(tuple(output.router_logits)), torch.ones(1, 16).bool()), output.aux_loss
+    )
     cross_entropy = torch.nn.functional.cross_entropy(output.logits[0, :-1].float(), ids[0, 1:])
     expected = cross_entropy + loss.coefficient * output.aux_loss
     assert float(output.loss.detach()) == pytest.approx(float(expected.detach()), abs=1e-5)

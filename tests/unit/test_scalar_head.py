@@ -154,7 +154,7 @@ def test_frozen_weights_stay_and_the_probe_knows_of_them(tmp_path):
 
 def test_a_critic_is_trained_whole_beside_a_policy_with_frozen_weights(tmp_path):
     policy = LanguageModelConfig(**describe(tmp_path), freeze=["lm_head"])
-    assert CriticConfig().of_policy(policy).freeze == []
+    assert CriticConfig().derive_from(policy).freeze == []
 
 
 def test_the_probe_finds_values_that_are_not_those_of_documents_alone(tmp_path):

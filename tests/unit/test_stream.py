@@ -366,10 +366,10 @@ class FailedFuture:
 class FarActor(LocalRole):
     """Takes values from another machine."""
 
-    def bring(self, parts: list) -> Any:
+    def prefetch(self, parts: list) -> Any:
         if any(handle.is_lost for part in parts for handle in part):
             return FailedFuture(ValuesLostError("sampler", (), "its machine is gone"))
-        return super().bring(parts)
+        return super().prefetch(parts)
 
 
 def queued(**more: Any) -> tuple[RolloutStream, QueuedRole, PumpingDriver, Carrier]:
@@ -397,7 +397,7 @@ def test_drawing_by_the_newest_weights_in_between_changes_nothing_that_is_learne
     def learned_from(asked_after: set[int]) -> list[Any]:
         stream, sampler, _, weights = queued(max_staleness=staleness, total_steps=4, offload=offload, max_queued=1)
         for role in (stream.roles.actor, sampler):
-            role.state.rest = lambda: None
+            role.state.offload = lambda: None
 
         def draw() -> int:
             while sampler.queue:  # its calls come first
@@ -409,7 +409,7 @@ def test_drawing_by_the_newest_weights_in_between_changes_nothing_that_is_learne
             learned.append((kept_of(batch), batch.versions, batch.scores.total.tolist()))
             stream.publish(version=step + 1)
             for _ in range(step + 1 if step + 1 in asked_after else 0):
-                assert stream.by_newest_weights(draw) == step + 1
+                assert stream.with_latest_weights(draw) == step + 1
         versions = [int(event.split()[1]) for event in weights.events]
         assert versions == sorted(set(versions)), "a connection sends no older weights"
         return learned
@@ -568,7 +568,7 @@ def test_what_roles_did_is_noted_with_its_step_and_the_kind_of_the_work() -> Non
     actor.map(lambda state, part: None, [1], kind="update")
     actor.call(lambda state: None)
     scorer.close()
-    events = record.take()
+    events = record.pop_events()
     done = [
         (event.role, event.kind, event.step, event.version) for event in sorted(events, key=lambda event: event.kind)
     ]

@@ -119,7 +119,7 @@ def test_the_sampler_draws_in_its_turn_only(staleness: int) -> None:
     stream, weights, log = apart(offload=True, max_staleness=staleness, total_steps=4)
     turns = log.events
     for role, name in ((stream.roles.actor, "actor"), (stream.roles.sampler, "sampler")):
-        role.state.rest = partial(turns.append, f"{name} rests")
+        role.state.offload = partial(turns.append, f"{name} rests")
     for step, _ in stream.steps():
         assert turns[0] == "actor rests" and turns[-1] == "sampler rests", "it has left before anybody learns"
         drawn = {int(event.split()[1]) // 10 for event in turns if event.startswith("generate")}
@@ -135,7 +135,7 @@ def test_the_sampler_draws_in_its_turn_only(staleness: int) -> None:
 def test_turns_without_published_weights_are_an_error_and_no_endless_wait() -> None:
     stream, _, log = apart(offload=True, total_steps=2)
     for role, name in ((stream.roles.actor, "actor"), (stream.roles.sampler, "sampler")):
-        role.state.rest = partial(log.events.append, f"{name} rests")
+        role.state.offload = partial(log.events.append, f"{name} rests")
     steps = stream.steps()
     next(steps)
     with pytest.raises(AssertionError, match="iteration 1 is asked for, and the actor's newest weights are 0"):

@@ -51,7 +51,7 @@ def test_a_placeholder_ends_a_greedy_answer_of_a_model_that_sees(tmp_path: Path,
     config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind))
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     flops = FlopCount(model.module, model.vision)
-    data = open_text_data(config, model.tokenizer, ALONE, print, None, flops.of_document, flops.sight)
+    data = open_text_data(config, model.tokenizer, ALONE, print, None, flops.count_document, flops.sight)
     model.parallelize(ALONE, config.train)
     probe(model, config.model, config.train, config.data.max_seq_len, print)
     validation = data.validation

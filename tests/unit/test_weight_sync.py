@@ -664,7 +664,7 @@ def test_a_bucket_is_sent_while_the_next_is_gathered_and_loaded_while_the_next_c
     received = {}
     with ThreadPoolExecutor(1) as threads:
         sent = threads.submit(sending.send, 1, Gathering())
-        for name, tensor in receiving.take(1, None):
+        for name, tensor in receiving.receive_tensors(1, None):
             assert second_begun["receive"].wait(5)
             received[name] = tensor.tolist()
         sent.result(5)

@@ -29,10 +29,10 @@ import torch
 from sfumato.config.writing import open_new, write_atomically
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.stored import BROKEN_ARRAY, close_on_disk, digest_of, make_cache_folder, open_cache_lock
-from sfumato.data.media.document_media import Images, Tensors
+from sfumato.data.media.document_media import MediaRefs, Tensors
 from sfumato.data.media.kinds import VERSION as PICTURES
 from sfumato.data.media.kinds import AudioFile, DrawnFile, Medium, VideoFile
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.token_store import MediaPlace, TokenStore, Watch, find_images, in_workers
 from sfumato.errors import DataError
 
@@ -61,7 +61,7 @@ FEW, MANY = 2**8, 2**16
 class MediaCache:
     """The entries of a folder that were there when it was opened; entries that are added later are not seen."""
 
-    def __init__(self, folder: Path, reader: ImageReader, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, folder: Path, reader: MediaProcessor, say: Callable[[str], None] | None = None) -> None:
         """Reads the indices of all shards.
 
         Args:
@@ -93,11 +93,11 @@ class MediaCache:
     def __contains__(self, key: bytes) -> bool:
         return self._find(key) is not None
 
-    def tensors(self, images: Images) -> Tensors:
-        """What ``ImageReader.tensors`` gives, from the cache where it has an entry.
+    def tensors(self, images: MediaRefs) -> Tensors:
+        """What ``MediaProcessor.tensors`` gives, from the cache where it has an entry.
 
         Raises:
-            DataError: as ``ImageReader.tensors``, and for a damaged shard.
+            DataError: as ``MediaProcessor.tensors``, and for a damaged shard.
         """
         media = cast("Sequence[Medium]", images.find())  # documents of a data set name files, and nothing opened
         key = key_of(media, images.where)
@@ -189,7 +189,7 @@ def build_media_cache(
     return MediaCache(cache_folder, reader, say)
 
 
-def fingerprint_of_media(reader: ImageReader) -> str:
+def fingerprint_of_media(reader: MediaProcessor) -> str:
     """Identifies how files become tensors on this machine; kernels of another CPU may round otherwise."""
     versions = [[name, _version(name)] for name in LIBRARIES]
     return digest_of([VERSION, PICTURES, reader.fingerprint, reader.arguments, versions, platform.machine()])
@@ -223,7 +223,7 @@ def key_of(media: Sequence[Medium], where: str) -> bytes | None:
 
 
 def pack(tensors: Tensors, shapes: np.ndarray) -> bytes:
-    """Tensors and ``Images.shapes`` as the bytes of an entry; ``unpack`` reads them.
+    """Tensors and ``MediaRefs.shapes`` as the bytes of an entry; ``unpack`` reads them.
 
     Pixels of 8 bits become floats of at most 256 values for each channel. A float32 tensor with few distinct values is
     written as codes of one byte or two, and a table of the values.

@@ -30,7 +30,7 @@ Tensors = dict[str, "Tensor"]
 
 
 @dataclass(frozen=True)
-class Images:
+class MediaRefs:
     """The media of a document, in the order of its tokens, which are opened when a batch is made."""
 
     shapes: np.ndarray
@@ -41,7 +41,7 @@ class Images:
     where: str
     """File and row, for messages."""
     opened: Future[Tensors] | None = None
-    """The result of ``ImageReader.tensors``, where threads have begun to compute it."""
+    """The result of ``MediaProcessor.tensors``, where threads have begun to compute it."""
 
     def side_by_side(self) -> np.ndarray | None:
         """The images, each made at most ``SHOWN_PIXELS`` wide and high, from left to right: uint8 ``[H, W, 3]``.
@@ -96,15 +96,15 @@ class MultimodalInputs:
         return arguments | kinds  # pyright: ignore[reportReturnType]  # None, the default of forward, without media
 
 
-def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> Images | None:
-    """The ``Images`` of a document; None where it has none.
+def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> MediaRefs | None:
+    """The ``MediaRefs`` of a document; None where it has none.
 
     Args:
         files: of the images.
-        shapes: that ``ImageReader.place`` gave.
+        shapes: that ``MediaProcessor.place`` gave.
         where: file and row, for messages.
     """
-    return Images(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
+    return MediaRefs(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
 
 
 def _take_first(files: list[Medium], count: int) -> Sequence[Medium]:

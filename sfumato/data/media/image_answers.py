@@ -16,11 +16,11 @@ import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.row_table import FiledRow
-from sfumato.data.media.document_media import Images, Span, Tensors
+from sfumato.data.media.document_media import MediaRefs, Span, Tensors
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform
 from sfumato.data.media.kinds import DrawnFile, File, Medium
 from sfumato.data.media.pictures import read_image
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
@@ -88,11 +88,11 @@ def add_drawing_tokens(tokenizer: PreTrainedTokenizerBase, codebook_size: int) -
     return code_ids[0]
 
 
-class DrawingReader(ImageReader):
+class DrawingReader(MediaProcessor):
     """Reads images that are seen by transformers' processor, and images that are drawn by an image tokenizer."""
 
     def __init__(self, processor: object, arguments: Sequence[str], patches: tuple[int, float], drawn: Any) -> None:
-        """``drawn`` is an ``ImageTokenizer``; the rest as for ``ImageReader``."""
+        """``drawn`` is an ``ImageTokenizer``; the rest as for ``MediaProcessor``."""
         super().__init__(processor, arguments, patches)
         self.image_tokenizer = drawn
 
@@ -106,7 +106,7 @@ class DrawingReader(ImageReader):
         return self.image_tokenizer.text.of(self.image_tokenizer.encode(image))
 
     def expand(self, text: str, spans: list[Span], replacements: Sequence[str], where: str) -> tuple[str, list[Span]]:
-        """As ``ImageReader.expand``. Raises DataError for a text with codes of images of its own, too."""
+        """As ``MediaProcessor.expand``. Raises DataError for a text with codes of images of its own, too."""
         if token := self.image_tokenizer.text.find_in(text):
             raise DataError(
                 f"{where}: a text holds {token}, which the model takes for a part of an image that is drawn: remove it "
@@ -119,15 +119,15 @@ class DrawingReader(ImageReader):
         """Whether drawn images are read again when a batch is made, since their tokens do not hold the latents."""
         return hasattr(self.image_tokenizer, "latents")
 
-    def tensors(self, images: Images) -> Tensors:
-        """What ``ImageReader.tensors`` gives for the seen images, and the latents of the drawn ones under ``DRAWN``:
+    def tensors(self, images: MediaRefs) -> Tensors:
+        """What ``MediaProcessor.tensors`` gives for the seen images, and the latents of the drawn ones under ``DRAWN``:
         float32 ``[n, C, h, w]``."""
         files = images.find()
         drawn = [medium.file for medium in files if isinstance(medium, DrawnFile)]
         if not drawn:
             return super().tensors(images)
         seen = [medium for medium in files if not isinstance(medium, DrawnFile)]
-        seen_images = Images(images.shapes[: len(seen)], lambda: seen, images.where)
+        seen_images = MediaRefs(images.shapes[: len(seen)], lambda: seen, images.where)
         tensors = super().tensors(seen_images) if seen else {}
         pictures = [read_image(file, images.where) for file in drawn]
         return tensors | {DRAWN: self.image_tokenizer.latents(pictures)}
@@ -201,7 +201,7 @@ class OmniTransform(ImageConversationTransform):
             drawn_shapes = np.zeros((len(drawn_indices), 3), shapes.dtype)  # the encoder does not see them
             image_shapes = np.concatenate([shapes[: len(seen_indices)], drawn_shapes])
             select = partial(_select_media, files, seen_indices, drawn_indices)
-            images = Images(image_shapes, select, where) if seen_indices or drawn_indices else None
+            images = MediaRefs(image_shapes, select, where) if seen_indices or drawn_indices else None
             samples.append(TextSample((Document(document.input_ids, document.loss_mask, images=images),)))
         return samples
 
@@ -219,5 +219,5 @@ def _split_seen_and_drawn(drawn: list[bool], count: int, keeps_drawn: bool) -> t
 
 
 def _select_media(files: Sequence[Medium], seen: list[int], drawn: list[int]) -> list[Medium]:
-    """The files of these indices in the order of ``Images``: the seen ones, then the drawn ones as ``DrawnFile``."""
+    """The files of these indices in the order of ``MediaRefs``: the seen ones, then the drawn ones as ``DrawnFile``."""
     return [*(files[index] for index in seen), *(DrawnFile(cast("File", files[index])) for index in drawn)]

@@ -16,7 +16,7 @@ from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.document_media import Span, images_of
 from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.limits import ImageLimits, MediaLimits
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.chat import ChatTemplate, build_chat_template
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
@@ -53,7 +53,7 @@ class ImageConversation(ImageLimits, TextFormat):
 
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
-        reader: ImageReader = tokenizer
+        reader: MediaProcessor = tokenizer
         template = build_chat_template(config.chat_template, reader.tokenizer, config.chat_template_options)
         fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
         keys = config.text_keys or CONVERSATION_KEYS
@@ -78,7 +78,7 @@ class ImageConversationTransform:
     draws: ClassVar[bool] = False
     """Whether media may stand in answers, too."""
     template: ChatTemplate
-    reader: ImageReader
+    reader: MediaProcessor
     keys: list[str]
     max_seq_len: int
     overlong: str
@@ -107,7 +107,7 @@ class ImageConversationTransform:
         return [TextSample((document,)) for document in documents]
 
     def _place(self, files: list[Medium], where: str) -> tuple[list[str], np.ndarray]:
-        """The placeholder text of each medium, and the shapes of ``Images``, int32 ``[n, 3]``."""
+        """The placeholder text of each medium, and the shapes of ``MediaRefs``, int32 ``[n, 3]``."""
         return self.reader.place_files(files, where)
 
     def _documents(

@@ -9,7 +9,7 @@ from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
 from sfumato.data.media.kinds import NAMES, Medium
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import TextSample
@@ -30,7 +30,7 @@ class ImagePreference(ImageConversation):
 
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
-        reader: ImageReader = tokenizer
+        reader: MediaProcessor = tokenizer
         keys = config.text_keys or PREFERENCE_KEYS
         if len(keys) not in (2, 3):
             raise ConfigError(

@@ -46,7 +46,7 @@ class AudioFile:
 class DrawnFile:
     """A file of an image that the assistant draws, or its content.
 
-    Drawn images come after all seen ones in ``Images``; their shape is 0, 0, 0, since no encoder sees them.
+    Drawn images come after all seen ones in ``MediaRefs``; their shape is 0, 0, 0, since no encoder sees them.
     """
 
     file: File

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ImageLimits:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
 
-    def limited(self, reader: ImageReader) -> ImageReader:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """A reader that scales images as these fields say. Raises ConfigError when the model's processor cannot."""
         reader.check_sees()
         return reader.limited(self.min_pixels, self.max_pixels)
@@ -62,7 +62,7 @@ class MediaLimits(ImageLimits):
         if self.max_frames == 1:
             raise ValueError("max_frames must be at least 2: the models take two frames at a time")
 
-    def limited(self, reader: ImageReader) -> ImageReader:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """A reader that takes videos and audio, too. Raises ConfigError when the model's processor cannot."""
         return reader.limited(self.min_pixels, self.max_pixels).with_media(
             fps=self.fps,

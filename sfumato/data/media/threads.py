@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from sfumato.data.media.document_media import Images, Tensors
+from sfumato.data.media.document_media import MediaRefs, Tensors
 from sfumato.data.text.document import Document, TextSample
 
 MOST_THREADS = 8
@@ -16,8 +16,8 @@ MOST_THREADS = 8
 not."""
 
 
-def open_ahead(samples: Sequence[TextSample], tensors: Callable[[Images], Tensors]) -> list[TextSample]:
-    """The same samples, whose media threads have begun to open. ``Images.opened`` is the future of their tensors.
+def open_ahead(samples: Sequence[TextSample], tensors: Callable[[MediaRefs], Tensors]) -> list[TextSample]:
+    """The same samples, whose media threads have begun to open. ``MediaRefs.opened`` is the future of their tensors.
 
     Args:
         samples: their documents may have media. Rows are read in the calling thread, since tables need not be

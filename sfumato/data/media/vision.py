@@ -19,7 +19,7 @@ import torch
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.data.media.clips import Clip, VideoProcessor
-from sfumato.data.media.document_media import KINDS, Images, MultimodalInputs, Span, Tensors, join_media
+from sfumato.data.media.document_media import KINDS, MediaRefs, MultimodalInputs, Span, Tensors, join_media
 from sfumato.data.media.kinds import NAMES, AudioFile, File, Medium, VideoFile
 from sfumato.data.media.pictures import check_image, read_image
 from sfumato.data.media.processor_files import save_processor
@@ -39,7 +39,7 @@ KIND_OF = {VideoFile: "video", AudioFile: "audio", Clip: "video", Sound: "audio"
 """The kind of a medium by its type, of files and of opened media; a medium of any other type is an image."""
 
 
-class ImageReader:
+class MediaProcessor:
     """Turns the media of one document at a time into tokens and tensors, by transformers' processor of the model.
 
     It can be pickled, since worker processes preprocess data.
@@ -118,7 +118,7 @@ class ImageReader:
         """The text that the chat template writes for a medium, by the kinds that documents may have."""
         return {kind: getattr(self.processor, f"{kind}_token") for kind in self.media}
 
-    def with_media(self, **limits: Any) -> ImageReader:
+    def with_media(self, **limits: Any) -> MediaProcessor:
         """A reader that takes videos and audio, too, as far as the model does.
 
         Args:
@@ -182,7 +182,7 @@ class ImageReader:
         count = max(self._least_samples, round(seconds * self.processor.feature_extractor.sampling_rate))
         return Sound(generator.uniform(-0.5, 0.5, count).astype(np.float32))
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
         """A reader that scales images to numbers of pixels within these limits; None keeps the processor's own limit.
 
         Raises:
@@ -216,7 +216,7 @@ class ImageReader:
         return reader
 
     def place(self, images: Sequence[Image.Image | Clip | Sound]) -> tuple[list[str], np.ndarray]:
-        """The placeholder text of each medium, as many tokens as it takes, and the shapes of ``Images``.
+        """The placeholder text of each medium, as many tokens as it takes, and the shapes of ``MediaRefs``.
 
         Raises:
             ValueError: when the processor refuses one.
@@ -292,7 +292,7 @@ class ImageReader:
         token_ids = {token_id for ids in lists for token_id in ids} - {None, self.tokenizer.unk_token_id}
         return self.tokenizer.convert_ids_to_tokens(sorted(token_ids))
 
-    def tensors(self, images: Images) -> Tensors:
+    def tensors(self, images: MediaRefs) -> Tensors:
         """The arguments of the model's ``forward`` that the media of a document give.
 
         Raises:
@@ -303,13 +303,13 @@ class ImageReader:
         self.check_shapes(self._shapes(features, opened) if opened else np.zeros((0, 3)), images)
         return self._model_inputs(features)
 
-    def check_shapes(self, shapes: np.ndarray, images: Images) -> None:
+    def check_shapes(self, shapes: np.ndarray, images: MediaRefs) -> None:
         """Raises DataError when media have other shapes than when their tokens were made."""
         if not np.array_equal(shapes, images.shapes):
             kinds = " or a ".join(self.media)
             raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
 
-    def of_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
+    def process_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
         """As ``tensors``, for media that have been opened; their shapes are not compared."""
         return self._model_inputs(self._process(media))
 
@@ -374,7 +374,7 @@ class ImageReader:
         return "image_grid_thw" in self.arguments
 
     def _shapes(self, features: BatchFeature, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
-        """The shapes of ``Images``, int32 ``[N, 3]``, from the processor's features of these media."""
+        """The shapes of ``MediaRefs``, int32 ``[N, 3]``, from the processor's features of these media."""
         if self.has_grid or not self.sees:
             shapes = {kind: iter(features.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}
             frames = np.asarray(features.get("feature_attention_mask", np.zeros((0, 0)))).sum(-1)
@@ -402,7 +402,7 @@ class ImageReader:
 class Vision:
     """The parts that make batches for a model with media: the reader of these, and the model's rule for positions."""
 
-    def __init__(self, reader: ImageReader, positions: Callable[[Tensor, Tensor, Tensors], Tensor] | None) -> None:
+    def __init__(self, reader: MediaProcessor, positions: Callable[[Tensor, Tensor, Tensors], Tensor] | None) -> None:
         """Use ``build_vision``.
 
         Args:
@@ -414,7 +414,7 @@ class Vision:
         self._positions = positions
         self.idle_ids, self._idle = self._make_idle()
 
-    def with_reader(self, reader: ImageReader) -> Vision:
+    def with_reader(self, reader: MediaProcessor) -> Vision:
         """The same model with another reader, such as one with other limits of images."""
         return Vision(reader, self._positions)
 
@@ -423,10 +423,10 @@ class Vision:
         """Tokens of the small media that are added to a batch which lacks a kind of media; see ``idle``."""
         return len(self.idle_ids)
 
-    def beside(self, input_ids: np.ndarray, images: Images | None) -> MultimodalInputs:
+    def beside(self, input_ids: np.ndarray, images: MediaRefs | None) -> MultimodalInputs:
         """The model's inputs beside the tokens of a document; waits where threads are opening the media.
 
-        Raises DataError as ``ImageReader.tensors``.
+        Raises DataError as ``MediaProcessor.tensors``.
         """
         if images is None or not len(images.shapes):
             return self._beside(input_ids, {})
@@ -437,7 +437,7 @@ class Vision:
 
         Args:
             rows: token ids of n documents.
-            media: for each document what ``ImageReader.tensors`` gave; empty for one without media.
+            media: for each document what ``MediaProcessor.tensors`` gave; empty for one without media.
             width: tokens of the longest document, or more.
 
         Returns:
@@ -494,7 +494,7 @@ class Vision:
             media.append(Sound(np.zeros(self.reader.processor.feature_extractor.sampling_rate // 10, np.float32)))
         texts, _ = self.reader.place(media)
         input_ids = np.array(self.reader.tokenizer("".join(texts), add_special_tokens=False)["input_ids"], np.int32)
-        return input_ids, self._beside(input_ids, self.reader.of_opened(media))
+        return input_ids, self._beside(input_ids, self.reader.process_opened(media))
 
 
 def check_head(medium: Medium, where: str) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Document:
     numbers: np.ndarray | None = None
     """float32 ``[L]``: a number that the data gives a token, such as the label of the step that it ends; NaN elsewhere.
     Either all documents of a format have numbers, or none."""
-    images: Images | None = None
+    images: MediaRefs | None = None
     """The media in the document, for formats with media."""
     first_position: int = 0
     """Position of its first token. Above 0, the document continues the first so many tokens of the last document before
@@ -40,5 +40,5 @@ class TextSample:
 
     @property
     def image_shapes(self) -> list[np.ndarray]:
-        """``Images.shapes`` of the documents that have images."""
+        """``MediaRefs.shapes`` of the documents that have images."""
         return [document.images.shapes for document in self.documents if document.images is not None]

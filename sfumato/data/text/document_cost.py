@@ -19,10 +19,10 @@ def default_cost(length: int) -> float:
     return length + length**2 / ATTENTION_LENGTH
 
 
-class SightedCost(NamedTuple):
+class MediaCost(NamedTuple):
     """Work of the encoders of a model with images or sound, in the units of ``default_cost``."""
 
     vision: Vision
     """Makes the tensors of the media in a batch."""
     of_images: Callable[[np.ndarray], float]
-    """Work of the images of a document, from its ``Images.shapes``."""
+    """Work of the images of a document, from its ``MediaRefs.shapes``."""

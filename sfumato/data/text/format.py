@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from sfumato.data.files.row_table import FiledRow
     from sfumato.data.media.kinds import Medium
-    from sfumato.data.media.vision import ImageReader
+    from sfumato.data.media.vision import MediaProcessor
     from sfumato.data.text.chat import Encoded
 
 VERSION = 2
@@ -66,10 +66,10 @@ class MediaTransform(TextTransform, Protocol):
     if TYPE_CHECKING:
 
         @property
-        def reader(self) -> ImageReader: ...
+        def reader(self) -> MediaProcessor: ...
 
     else:
-        reader: ImageReader
+        reader: MediaProcessor
         """Opens the media; ``data.cache_media`` alone asks for it."""
 
     def files(self, row: FiledRow, where: str) -> Sequence[Medium]:
@@ -97,7 +97,7 @@ class TextFormat(ABC):
     """What the numbers are that documents say of tokens: margins (at the last token of the better answer), labels (at
     the last token of an answer) or steps (at the tokens that end them); empty: there are none."""
     has_images: ClassVar[bool] = False
-    """Whether documents may have images; then ``transform`` is given an ``ImageReader`` instead of a tokenizer."""
+    """Whether documents may have images; then ``transform`` is given an ``MediaProcessor`` instead of a tokenizer."""
     draws: ClassVar[bool] = False
     """Whether images in messages of the assistant are drawn."""
     has_answers: ClassVar[bool] = True
@@ -105,7 +105,7 @@ class TextFormat(ABC):
     ignores: ClassVar[tuple[str, ...]] = ()
     """Fields of ``data`` that have no effect."""
 
-    def limited(self, reader: ImageReader) -> ImageReader:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """The reader of a model's images with the limits of this format."""
         return reader
 
@@ -123,7 +123,7 @@ class TextFormat(ABC):
 
 
 def build_transform(
-    config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
+    config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, reader: MediaProcessor | None = None
 ) -> TextTransform:
     """The transform that turns the rows of ``data`` into samples; arguments and errors as ``TextFormat.transform``.
 

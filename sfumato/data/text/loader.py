@@ -18,12 +18,12 @@ from sfumato.data.files.mixing import Order
 from sfumato.data.files.row_blocks import RowFile
 from sfumato.data.files.sources import Sources, open_sources_once, open_validation
 from sfumato.data.files.stored import digest_of
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.media.threads import open_ahead
 from sfumato.data.text.answer_end import AnswerEnd, answer_end_of, facts_of
 from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.document import TextSample
-from sfumato.data.text.document_cost import SightedCost, default_cost
+from sfumato.data.text.document_cost import MediaCost, default_cost
 from sfumato.data.text.format import TextTransform, build_transform, has_media
 from sfumato.data.text.identity import identify_text
 from sfumato.data.text.notes import describe_text_data
@@ -62,7 +62,7 @@ class TextLoader:
         pad_token_id: int,
         mesh: Mesh,
         cost: Callable[[int], float],
-        sight: SightedCost | None = None,
+        sight: MediaCost | None = None,
         media: MediaCache | None = None,
         calls: Calls | None = None,
     ) -> None:
@@ -185,7 +185,7 @@ def build_text_loader(
     say: Callable[[str], None],
     watch: Watch | None = None,
     cost: Callable[[int], float] = default_cost,
-    sight: SightedCost | None = None,
+    sight: MediaCost | None = None,
 ) -> TextLoader:
     """Builds the loader that a configuration asks for. Every rank must call it.
 
@@ -264,7 +264,7 @@ class AnsweredPrompt:
     """Tokens of the prompt."""
     answer: list[int]
     """Tokens of the expected answer."""
-    images: Images | None = None
+    images: MediaRefs | None = None
     """The media of the prompt."""
 
 
@@ -298,7 +298,7 @@ def open_text_data(
     say: Callable[[str], None],
     watch: Watch | None = None,
     cost: Callable[[int], float] = default_cost,
-    sight: SightedCost | None = None,
+    sight: MediaCost | None = None,
 ) -> TextData:
     """Opens the training and validation data of a task. Every rank must call it.
 

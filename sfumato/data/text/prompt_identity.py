@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_media, content_of_model_file, digest_value
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.media.kinds import File
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.tracking.identity import Identity, identify
@@ -31,7 +31,7 @@ def identify_text_prompts(config: RLConfig, prompts: list[TextPrompt], eval_prom
     return identify(config, names, {f"rollout.{name}": getattr(config.rollout, name) for name in sizes})
 
 
-def _digest_media(images: Images | None) -> list[object]:
+def _digest_media(images: MediaRefs | None) -> list[object]:
     """Name and size of each file of the media, or a digest of a medium that is in no file.
 
     ``content_of_media`` compares the content of the files.
@@ -42,6 +42,6 @@ def _digest_media(images: Images | None) -> list[object]:
     ]
 
 
-def _files_of(images: Images | None) -> list[File]:
+def _files_of(images: MediaRefs | None) -> list[File]:
     media = [] if images is None else images.find()
     return [cast(File, getattr(medium, "file", medium)) for medium in media]

@@ -20,7 +20,7 @@ from sfumato.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from sfumato.data.media.vision import ImageReader
+    from sfumato.data.media.vision import MediaProcessor
     from sfumato.data.text.chat import ChatTemplate
     from sfumato.data.text.stop_strings import Decode
 
@@ -36,7 +36,7 @@ class PromptTemplate:
     """None leaves prompts unchanged."""
     system_prompt: str | None = None
     """Content of a system message in front of conversations that do not begin with one."""
-    reader: ImageReader | None = None
+    reader: MediaProcessor | None = None
     """For a model with images or sound: contents of messages may then be lists of parts."""
     stop: tuple[str, ...] = ()
     """Stop strings, which end an answer and are not part of its text."""
@@ -135,7 +135,7 @@ class PromptTemplate:
 
 
 def build_prompt_template(
-    config: TextPromptDataConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None = None
+    config: TextPromptDataConfig, tokenizer: PreTrainedTokenizerBase, reader: MediaProcessor | None = None
 ) -> PromptTemplate:
     """Builds the template of a configuration; ``reader`` is the one of a model with images or sound.
 

@@ -16,7 +16,7 @@ import torch
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.row_table import FiledRow, RowTable, filed_row
-from sfumato.data.media.document_media import Images, images_of
+from sfumato.data.media.document_media import MediaRefs, images_of
 from sfumato.data.prompt_loader import PromptLoader
 from sfumato.data.shared_rows import shared_line
 from sfumato.data.text.chat_message import Messages, as_text
@@ -48,7 +48,7 @@ class TextPrompt:
     """File and row, for messages."""
     tools: Tools | None = None
     """JSON schemas of the tools that the rendered prompt lists."""
-    images: Images | None = None
+    images: MediaRefs | None = None
     """The media in the prompt."""
 
 

@@ -114,7 +114,7 @@ class SharedWork:
         results: list[_RowResult] = []
         try:
             for index, samples in samples_of(transform, rows, share):
-                results.append(_RowResult.of(index, samples))
+                results.append(_RowResult.from_samples(index, samples))
         except Exception as error:
             failure = f"{type(error).__name__}: {error}"
             results.append(_RowResult(share[len(results)], failure=failure, error=error))
@@ -141,7 +141,7 @@ class _RowResult:
     """The same, on the rank that had it."""
 
     @classmethod
-    def of(cls, index: int, result: list[TextSample] | DataError) -> _RowResult:
+    def from_samples(cls, index: int, result: list[TextSample] | DataError) -> _RowResult:
         """The result of ``samples_of`` for a row."""
         if isinstance(result, DataError):
             return cls(index, problem=str(result), is_fatal=result.fatal)

@@ -53,7 +53,7 @@ class TokenBatch:
     of the rows. A batch that lacks a kind of media that the data may have gets one more document, with a small medium
     of each kind and in no loss, so that every rank runs the encoders."""
     image_shapes: list[np.ndarray] = field(default_factory=list)
-    """``Images.shapes`` of each document that has images."""
+    """``MediaRefs.shapes`` of each document that has images."""
 
     is_scored: Bool[Tensor, "batch length"] | None = None
     """Marks the token of each document at which a reward model's value is the document's score."""

@@ -67,7 +67,7 @@ class Step:
     read: Callable[[int], TextSample]
     """Reads a sample, given its position in the step."""
     image_shapes: Callable[[int], list[np.ndarray]]
-    """``Images.shapes`` of those documents of a sample that have images, given its position; opens no file."""
+    """``MediaRefs.shapes`` of those documents of a sample that have images, given its position; opens no file."""
     epoch_ended: bool
     """Whether an epoch ended within the step."""
     after: State
@@ -119,7 +119,7 @@ class StoreSteps:
         sizes = lengths if self.rule.by_tokens else np.broadcast_to(np.int64(1), len(lengths))
         ahead = _UpcomingSamples(self._epochs(state["samples"]), sizes)
         while not self.length.is_over(state):
-            indices, epoch_ended = ahead.take(self.rule.limit)
+            indices, epoch_ended = ahead.take_samples(self.rule.limit)
             if len(indices) == 0:
                 return
             state = {
@@ -152,7 +152,7 @@ class _UpcomingSamples:
         self._epoch_ends: deque[int] = deque()
         """Positions in ``_indices`` at which epochs end."""
 
-    def take(self, limit: int) -> tuple[np.ndarray, bool]:
+    def take_samples(self, limit: int) -> tuple[np.ndarray, bool]:
         """Takes samples up to a limit, at least one while there are any.
 
         Returns:

@@ -38,7 +38,7 @@ from sfumato.data.files.stored import (
     open_cache_lock,
     read_manifest,
 )
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.media.kinds import VERSION as PICTURES
 from sfumato.data.media.kinds import DrawnFile, Medium
 from sfumato.data.text.document import Document, TextSample
@@ -128,7 +128,7 @@ class TokenStore:
         return TextSample(tuple(documents))
 
     def image_shapes(self, index: int) -> list[np.ndarray]:
-        """``Images.shapes`` of those documents of a sample that have images. Opens no media file."""
+        """``MediaRefs.shapes`` of those documents of a sample that have images. Opens no media file."""
         first = index * self.documents_per_sample
         document_shapes = [self._shapes(number) for number in range(first, first + self.documents_per_sample)]
         return [shapes for shapes in document_shapes if len(shapes)]
@@ -143,7 +143,7 @@ class TokenStore:
         place = (int(self.source_of[index]), int(self._row_of[index])) if self._row_of is not None else (0, 0)
         return [MediaPlace(*place, shapes) for shapes in self.image_shapes(index)]
 
-    def _images(self, index: int, number: int) -> Images | None:
+    def _images(self, index: int, number: int) -> MediaRefs | None:
         shapes = self._shapes(number)
         if not len(shapes):
             return None
@@ -153,14 +153,14 @@ class TokenStore:
 
 
 class MediaPlace(NamedTuple):
-    """Where to find the media of a document: number of the source, row in it, and their ``Images.shapes``."""
+    """Where to find the media of a document: number of the source, row in it, and their ``MediaRefs.shapes``."""
 
     source: int
     row: int
     shapes: np.ndarray
 
 
-def find_images(rows: list[RowTable], transform: MediaTransform, place: MediaPlace) -> Images:
+def find_images(rows: list[RowTable], transform: MediaTransform, place: MediaPlace) -> MediaRefs:
     """The media of a document, which are opened when a batch needs them.
 
     Args:
@@ -171,7 +171,7 @@ def find_images(rows: list[RowTable], transform: MediaTransform, place: MediaPla
     table = rows[place.source]
     row = place.row
     shapes = place.shapes
-    return Images(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
+    return MediaRefs(shapes, partial(_find_images, table, row, transform, shapes), table.describe(row))
 
 
 def _find_images(rows: RowTable, index: int, transform: MediaTransform, shapes: np.ndarray) -> Sequence[Medium]:
@@ -273,7 +273,7 @@ class _TokenisedRows:
     rows: list[int] = field(default_factory=list)
     """The row of each sample."""
     shapes: list[np.ndarray] = field(default_factory=list)
-    """``Images.shapes`` of each document; the documents themselves have no images here."""
+    """``MediaRefs.shapes`` of each document; the documents themselves have no images here."""
     bad: list[tuple[int, DataError]] = field(default_factory=list)
     """Row and reason."""
     media: list[str] = field(default_factory=list)

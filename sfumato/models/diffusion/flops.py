@@ -31,7 +31,7 @@ class BatchFlops:
         self._model = model
         self._counted: dict[tuple[tuple[int, int], int], DenoiserFlops] = {}
 
-    def of_image(self, batch: EncodedBatch) -> DenoiserFlops:
+    def count_image(self, batch: EncodedBatch) -> DenoiserFlops:
         """Operations for one image or video of a batch, without guidance."""
         kind = batch.size, batch.num_sources
         if kind not in self._counted:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 import numpy as np
 from torch import nn
 
-from sfumato.data.text.document_cost import SightedCost
+from sfumato.data.text.document_cost import MediaCost
 from sfumato.errors import ConfigError
 from sfumato.parallel.expert_modules import find_experts, has_experts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from sfumato.data.media.vision import ImageReader, Vision
+    from sfumato.data.media.vision import MediaProcessor, Vision
     from sfumato.models.estimate.sound_flops import PlaneSoundFlops, SoundFlops, WholeSoundFlops
 
 TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
@@ -57,10 +57,10 @@ class FlopCount:
         self.attention = _attention_by_window(model, [*encoder.values(), *draws])
         """Operations for a pair of tokens, by window, in all layers with that window together."""
         self.encoder = None if vision is None else EncoderFlops(encoder, vision.reader)
-        self.sight = None if vision is None else SightedCost(vision, self.encoder.training)  # pyright: ignore[reportOptionalMemberAccess]  (None without images)
+        self.sight = None if vision is None else MediaCost(vision, self.encoder.training)  # pyright: ignore[reportOptionalMemberAccess]  (None without images)
         """The cost of images, for the loader."""
 
-    def of_document(self, length: int) -> int:
+    def count_document(self, length: int) -> int:
         """Operations of a forward and a backward pass of a document, without its images."""
         return self.training([length])
 
@@ -77,7 +77,7 @@ class FlopCount:
         Args:
             lengths: tokens of each document; padding does not count.
             num_outputs: tokens whose logits are needed, that is those in the loss mask; None is all.
-            image_shapes: ``Images.shapes`` of the documents with images.
+            image_shapes: ``MediaRefs.shapes`` of the documents with images.
         """
         lengths = list(lengths)
         matrices = 2 * self.active_weights * sum(lengths)
@@ -95,7 +95,7 @@ class FlopCount:
 
         Args:
             lengths: tokens of each document.
-            image_shapes: ``Images.shapes`` of the documents with images.
+            image_shapes: ``MediaRefs.shapes`` of the documents with images.
             num_outputs: tokens whose logits are needed, that is those in the loss mask; None is all.
         """
         lengths = list(lengths)
@@ -121,7 +121,7 @@ class EncoderFlops:
     or tile, or within a window of it if the encoder has windows.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], reader: ImageReader) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], reader: MediaProcessor) -> None:
         """
         Args:
             modules: submodules of the encoder, by name (see ``encoder_modules``).
@@ -147,7 +147,7 @@ class EncoderFlops:
             self._add_module(module)
 
     def forward(self, shapes: np.ndarray) -> int:
-        """Operations of a forward pass over images of these ``Images.shapes``."""
+        """Operations of a forward pass over images of these ``MediaRefs.shapes``."""
         matrices = sum(
             count * (weights[True] + weights[False])
             for count, weights in zip(*self._counts_and_weights(shapes), strict=True)

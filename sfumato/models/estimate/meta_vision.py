@@ -115,7 +115,7 @@ def encoder_bytes(
     measurements = []  # bytes of a block, and outside of blocks, for one medium and for two
     patches = []
     for media in ([medium], [medium, medium]):
-        inputs = vision.reader.of_opened(media)
+        inputs = vision.reader.process_opened(media)
         shapes = [(name, tensor.shape) for name, tensor in inputs.items()]
         trained = [parameter.requires_grad for parameter in small.parameters()]
         key = repr((small.config.to_json_string(use_diff=False), trained, config.lora, shapes, dtype, on_gpu))

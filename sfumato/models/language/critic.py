@@ -58,7 +58,7 @@ class Critic:
             ConfigError: when it cannot be built or sharded as configured, computes something else than transformers,
                 has too few positions, or its folder has a tokenizer with other tokens than the policy's.
         """
-        self.model_config = config.of_policy(policy)
+        self.model_config = config.derive_from(policy)
         # param_groups name weights of the policy; a scalar head makes no logits that a chunked loss could take
         changed = {"lr": config.lr, "lr_min": min(train.lr_min, config.lr), "param_groups": []}
         train = train.model_copy(update=changed | {"chunked_loss": False, "expert_bias_rate": 0.0})

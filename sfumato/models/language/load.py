@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
     from sfumato.config.text_data import TextTrainConfig
     from sfumato.config.text_rl import TextRLTrainConfig
-    from sfumato.data.media.vision import ImageReader
+    from sfumato.data.media.vision import MediaProcessor
     from sfumato.data.text.format import TextFormat
     from sfumato.data.text.prompt_formats.base import PromptFormat
 
@@ -124,7 +124,7 @@ def build_language_model(
 
 def build_reader(
     config: LanguageModelConfig, train: TextTrainConfig | TextRLTrainConfig, data_type: TextFormat | PromptFormat
-) -> tuple[PreTrainedTokenizerBase, ImageReader | None]:
+) -> tuple[PreTrainedTokenizerBase, MediaProcessor | None]:
     """The tokenizer of a model and, where the data has images, the reader of these. No weights are read or drawn.
 
     Arguments and errors are those of ``build_language_model``.

@@ -126,7 +126,7 @@ class LanguageModel(PackedModel[TokenScores]):
                 if batch.output_columns is not None:
                     arguments["logits_to_keep"] = batch.output_columns
                 output = compute_output(rows.input_ids, inputs, rows.position_ids, **arguments)
-        router_logits = RouterLogits.of_calls(router_calls, places)
+        router_logits = RouterLogits.join_calls(router_calls, places)
         return TokenScores(output, batch.shape, batch.output_columns, lm_head, make_logits, router_logits)
 
     def _output_columns(self, batch: TokenBatch) -> Tensor | None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from sfumato.algorithms.device import to_device
 from sfumato.algorithms.reading import Numbers
 from sfumato.config.sections import TrainConfig
-from sfumato.data.media.document_media import KINDS, Images, MultimodalInputs, join_media
+from sfumato.data.media.document_media import KINDS, MediaRefs, MultimodalInputs, join_media
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import IdleImage, forget_lengths
@@ -497,7 +497,7 @@ class PackedModel(ABC, Generic[Output]):
             for index, batch in enumerate(batches)
         ]
 
-    def single_document_inputs(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+    def single_document_inputs(self, input_ids: np.ndarray, images: MediaRefs | None) -> Tensors:
         """Arguments of transformers' own module for a single document besides its tokens; it counts positions itself.
 
         Args:

@@ -298,9 +298,9 @@ class Checks:
         if expected is None:
             return None
         difference = float((measured.log_probs - expected.log_probs).abs().max())
-        allowed = self.tolerance.of_log_probs(expected.log_probs)
+        allowed = self.tolerance.log_prob_tolerance(expected.log_probs)
         if self.model.mesh.any(not difference <= allowed):
-            allowed = self.tolerance.of_log_probs(expected.log_probs, self._find_noise(measured).log_probs)
+            allowed = self.tolerance.log_prob_tolerance(expected.log_probs, self._find_noise(measured).log_probs)
         if difference <= allowed:
             return None
         return (
@@ -318,7 +318,7 @@ class Checks:
                 "attention, jitter of a router, or the like), which depend on how documents are packed and shared: "
                 f"set it to 0 in {where}"
             )
-        allowed = 0.1 * self.tolerance.of_training()
+        allowed = 0.1 * self.tolerance.training_tolerance()
         if _differs(loss, measured.loss, allowed) or _differs(grad_norm, measured.grad_norm, allowed):
             return (
                 f"a second pass of the same documents gives loss {loss:.7g} and gradient norm {grad_norm:.7g} after "
@@ -332,9 +332,9 @@ class Checks:
         if expected is None or self.model.drops_out or not self.trains:
             return None
         pairs = {"loss": (measured.loss, expected.loss), "gradient norm": (measured.grad_norm, expected.grad_norm)}
-        allowed = self.tolerance.of_training()
+        allowed = self.tolerance.training_tolerance()
         if self.model.mesh.any(any(_differs(*pair, allowed) for pair in pairs.values())):
-            allowed = self.tolerance.of_training(self._find_noise(measured).relative)
+            allowed = self.tolerance.training_tolerance(self._find_noise(measured).relative)
         for name, (value, expected_value) in pairs.items():
             if _differs(value, expected_value, allowed):
                 return (

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sfumato.config.text_data import TextTrainConfig
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.text.document import Document, TextSample
 from sfumato.models.language.packed_model import PackedModel
 
@@ -113,7 +113,7 @@ def with_images(tokens: np.ndarray, sizes: Sequence[tuple[int, int]], vision: Vi
     for placeholder, text_part in zip(texts, text_parts[1:], strict=True):
         pieces += [np.array(reader.tokenizer(placeholder, add_special_tokens=False)["input_ids"], np.int32), text_part]
     input_ids = np.concatenate(pieces)
-    images = Images(shapes, lambda: contents, "an image of the probe")
+    images = MediaRefs(shapes, lambda: contents, "an image of the probe")
     return Document(input_ids, np.arange(len(input_ids)) > 0, images=images)
 
 

@@ -56,7 +56,7 @@ class RouterLoss:
         self._num_experts = int(num_experts)
         self._top_k = int(top_k)
 
-    def of(self, logits: RouterLogits, is_token: Tensor) -> Tensor:
+    def compute(self, logits: RouterLogits, is_token: Tensor) -> Tensor:
         """The loss of a forward pass without its coefficient, a scalar with graph.
 
         Args:
@@ -151,7 +151,7 @@ class StepRouterLoss:
             return 0.0
         assert logits is not None
         share = sum(batch.document_lengths) / self._num_tokens
-        aux_loss = self._loss.of(logits, batch.token_mask()) * share
+        aux_loss = self._loss.compute(logits, batch.token_mask()) * share
         self.numbers.add(aux_loss)
         return self._loss.coefficient * aux_loss
 

@@ -74,7 +74,7 @@ class RowCache(Cache):
         self.num_rows = num_rows
         self.num_columns = num_columns
 
-    def take(self, rows: Tensor, positions: Tensor, first: int | None, seen: tuple[slice, int] | None) -> None:
+    def set_positions(self, rows: Tensor, positions: Tensor, first: int | None, seen: tuple[slice, int] | None) -> None:
         """Sets where the tokens of the next forward pass are stored, and what they attend to.
 
         Args:

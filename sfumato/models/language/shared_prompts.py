@@ -57,7 +57,9 @@ def can_share_prompts(model: PackedModel, max_seq_len: int) -> bool:
             values = _compute_label_values(model, _make_batch(model, shared=True))
         except ConfigError:  # a pattern of the attention that the configuration does not name
             return False
-    difference_over_tolerance = float((values - expected).abs().max()) / tolerance_of(model).of_log_probs(expected)
+    difference_over_tolerance = float((values - expected).abs().max()) / tolerance_of(model).log_prob_tolerance(
+        expected
+    )
     # ranks must agree: they pack their micro-batches in the same way
     return model.mesh.max(difference_over_tolerance, over="world") <= 1
 

@@ -41,12 +41,12 @@ class Tolerance:
     relative: tuple[float, float]
     """The tolerance of loss and gradient norm, as a fraction of their values, at least and at most."""
 
-    def of_log_probs(self, log_probs: Tensor, noise: float = 0.0) -> float:
+    def log_prob_tolerance(self, log_probs: Tensor, noise: float = 0.0) -> float:
         """Nats by which any of these log-probabilities may differ, with ``Noise.log_probs``."""
         least, most = self.log_probs
         return min(max(NOISES * noise, self.size * float(log_probs.abs().max()), least), most)
 
-    def of_training(self, noise: float = 0.0) -> float:
+    def training_tolerance(self, noise: float = 0.0) -> float:
         """The fraction by which loss and gradient norm may differ, with ``Noise.relative``."""
         least, most = self.relative
         return min(max(NOISES * noise, least), most)

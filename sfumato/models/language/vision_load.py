@@ -17,7 +17,7 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained
 from sfumato.data.media.clips import build_videos
 from sfumato.data.media.document_media import Tensors
-from sfumato.data.media.vision import ImageReader, Vision
+from sfumato.data.media.vision import MediaProcessor, Vision
 from sfumato.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def build_vision(
     processor = build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
     if not _sees(described):
-        vision = Vision(ImageReader(processor, arguments, (1, 1.0), least_samples=_min_samples(processor)), None)
+        vision = Vision(MediaProcessor(processor, arguments, (1, 1.0), least_samples=_min_samples(processor)), None)
         _check_tokens(vision, described)
         return vision
     hears = getattr(described, "audio_config", None) is not None
@@ -123,7 +123,7 @@ def build_vision(
     rule = _find_position_rule(module)
     # how many tokens a patch becomes is measured with a preliminary reader that takes it for one
     try:
-        preliminary = Vision(ImageReader(processor, arguments, (edge, 1.0)), rule)
+        preliminary = Vision(MediaProcessor(processor, arguments, (edge, 1.0)), rule)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         where = "model.config_path" if folder is None else f"model.model_path {folder}: processor_config.json"
         raise ConfigError(
@@ -136,10 +136,10 @@ def build_vision(
     ratio = _count_image_tokens(preliminary, described.image_token_id) / patches
     if hasattr(described, "image_grid_pinpoints"):  # LLaVA: the projector comes before tokens are left out
         ratio = 1.0
-    tensors = preliminary.reader.of_opened([_white_square()])
+    tensors = preliminary.reader.process_opened([_white_square()])
     filled_to = tensors["pixel_values"].shape[1] if "image_position_ids" in tensors else None
     begins = {described.vision_start_token_id, described.audio_start_token_id} if rule is not None and hears else ()
-    return Vision(ImageReader(processor, arguments, (edge, ratio), filled_to, _min_samples(processor), begins), rule)
+    return Vision(MediaProcessor(processor, arguments, (edge, ratio), filled_to, _min_samples(processor), begins), rule)
 
 
 def _min_samples(processor: object) -> int:

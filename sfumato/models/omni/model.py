@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from sfumato.algorithms.device import to_device
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.media.image_answers import DRAWN
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
@@ -115,7 +115,7 @@ class OmniModel(LanguageModel):
         tokenizer = self.image_tokenizer
         return head_flops(getattr(self.plain, NAME), tokenizer.latent_shape, tokenizer.num_codes)  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
 
-    def single_document_inputs(self, input_ids: np.ndarray, images: Images | None) -> Tensors:
+    def single_document_inputs(self, input_ids: np.ndarray, images: MediaRefs | None) -> Tensors:
         """As ``PackedModel.single_document_inputs``, without latents, which transformers' module does not take."""
         inputs = super().single_document_inputs(input_ids, images)
         return {name: tensor for name, tensor in inputs.items() if name != DRAWN}

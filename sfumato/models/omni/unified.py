@@ -20,9 +20,9 @@ from sfumato.config.omni import TrainOmniConfig
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.config.trust import load_pretrained
-from sfumato.data.media.document_media import Images, Tensors
+from sfumato.data.media.document_media import MediaRefs, Tensors
 from sfumato.data.media.image_answers import DrawingReader
-from sfumato.data.media.vision import ImageReader, Vision
+from sfumato.data.media.vision import MediaProcessor, Vision
 from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.token_ids import token_id
 from sfumato.errors import ConfigError
@@ -65,8 +65,8 @@ class CodeReader(DrawingReader):
         super().__init__(*args)
         self.is_likely = self.draws = self.image_tokenizer.draws
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None) -> ImageReader:
-        """As ``ImageReader.limited``, for the image processor of Emu3."""
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
+        """As ``MediaProcessor.limited``, for the image processor of Emu3."""
         limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         limits = {name: value for name, value in limits.items() if value is not None}
         if not limits:
@@ -92,11 +92,11 @@ class CodeReader(DrawingReader):
         """The text of each image, with its codes, and shapes of zeros, since there is no encoder."""
         return [self.image_tokenizer.shown(image) for image in images], np.zeros((len(images), 3), np.int32)
 
-    def tensors(self, images: Images) -> Tensors:
+    def tensors(self, images: MediaRefs) -> Tensors:
         """No tensors."""
         return {}
 
-    def of_opened(self, media: Sequence[object]) -> Tensors:
+    def process_opened(self, media: Sequence[object]) -> Tensors:
         """No tensors."""
         return {}
 
@@ -123,7 +123,7 @@ class UnifiedModel(OmniModel):
 
     def save_export(self, folder: Path, weights: dict[str, Tensor], merge: bool = False) -> None:
         """Writes model, processor and tokenizer in the format of transformers."""
-        ImageReader(self.processor, (), (1, 1.0)).save(folder, self.source)
+        MediaProcessor(self.processor, (), (1, 1.0)).save(folder, self.source)
         if self.source is None:  # built from a description: there are no files to copy
             self.processor.save_pretrained(folder)
         # The export of LanguageModel uses these attributes: put those of transformers in their place meanwhile.

@@ -12,7 +12,7 @@ from torch import Tensor
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.json_lines import Sparing
+from sfumato.tracking.json_lines import BestEffortFiles
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,7 +35,7 @@ class RolloutDumps:
         self.mesh = mesh
         self.output_dir = Path(config.train.output_dir)
         self.tokenizer = tokenizer
-        self._sparing = Sparing(say)
+        self._sparing = BestEffortFiles(say)
         self._has_begun = False
 
     @property

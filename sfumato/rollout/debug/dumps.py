@@ -34,7 +34,7 @@ from torch import Tensor
 from sfumato.algorithms.advantages import Advantages
 from sfumato.config.writing import write_atomically
 from sfumato.data.identity import digest_value
-from sfumato.data.media.document_media import Images, images_of
+from sfumato.data.media.document_media import MediaRefs, images_of
 from sfumato.data.media.kinds import AudioFile, VideoFile
 from sfumato.errors import DataError
 from sfumato.rewards.base import Sample
@@ -203,10 +203,10 @@ def _rollout_of(tensors: dict[str, Tensor]) -> TextRollout:
     return TextRollout(requests=requests, versions=tensors["sample_versions"].tolist(), sequences=by_sample)
 
 
-def _pack_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
+def _pack_images(images: Sequence[MediaRefs | None]) -> dict[str, Tensor]:
     """Tensors with the files of the images and other media of sequences; none where no sequence has some.
 
-    The answers of a group share one ``Images`` object, whose files are written once; so objects are compared by
+    The answers of a group share one ``MediaRefs`` object, whose files are written once; so objects are compared by
     identity.
     """
     distinct = {id(entry): entry for entry in images if entry is not None}
@@ -233,7 +233,7 @@ def _pack_images(images: Sequence[Images | None]) -> dict[str, Tensor]:
     }
 
 
-def _unpack_images(tensors: dict[str, Tensor], count: int) -> list[Images | None]:
+def _unpack_images(tensors: dict[str, Tensor], count: int) -> list[MediaRefs | None]:
     """The images of each of ``count`` sequences; None of one without images."""
     if "images.files" not in tensors:
         return [None] * count

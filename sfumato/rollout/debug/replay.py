@@ -50,7 +50,7 @@ class DumpedRollouts:
         """Of the iteration that was read last, over all ranks' samples."""
 
     def draw(self, requests: Sequence[SampleRequest], iteration: int) -> tuple[TextRollout, list[Sample]]:
-        """The samples of an iteration that are asked for, by their ids; as ``TextEngine.draw_requests``.
+        """The samples of an iteration that are asked for, by their ids; as ``TextGenerator.draw_requests``.
 
         Raises:
             ConfigError: when they were drawn with another temperature or tokenizer.

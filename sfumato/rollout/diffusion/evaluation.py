@@ -15,7 +15,7 @@ from sfumato.data.images.source_images import group_by_sources, side_by_side
 from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.rewards.base import Sample
-from sfumato.rollout.batch import Drawn
+from sfumato.rollout.batch import EvalStats
 from sfumato.rollout.diffusion.monitors import VelocityNorms
 from sfumato.rollout.diffusion.policy import encode_prompts
 from sfumato.rollout.diffusion.step_cache import StepCache
@@ -113,7 +113,7 @@ def sample_images(
 
 def sample_evaluation(
     model: DiffusionModel, prompts: Sequence[Prompt], ids: Sequence[int], config: DiffusionRLConfig
-) -> tuple[list[Sample], Drawn]:
+) -> tuple[list[Sample], EvalStats]:
     """Draws one image, or video, per prompt, deterministically from its first latent.
 
     Args:
@@ -157,7 +157,7 @@ def sample_evaluation(
             prompts, images, ids, sources or [None] * len(images), damage, strict=True
         )
     ]
-    return samples, Drawn({"eval/velocity/rms": norms.per_sample()}, {} if cache is None else cache.metrics())
+    return samples, EvalStats({"eval/velocity/rms": norms.per_sample()}, {} if cache is None else cache.metrics())
 
 
 def choose_grid(

@@ -133,7 +133,7 @@ class RowProbe:
             if self.rounding is not None:
                 apart = velocity_distances(new, sampled, config.algorithm.dynamics)
                 distances = largest_of_steps(apart, sampled.steps)
-        replay = Replay.of(errors, distances, sampled.steps, dtype)
+        replay = Replay.from_errors(errors, distances, sampled.steps, dtype)
         if not config.algorithm.self_check or set(rollout.versions) != {step}:
             return replay
         if distances is not None:
@@ -333,7 +333,7 @@ class Replay:
     """The largest relative distance of velocities that is allowed; None allows all."""
 
     @classmethod
-    def of(
+    def from_errors(
         cls, errors: torch.Tensor, distances: torch.Tensor | None, steps: Sequence[int], dtype: torch.dtype
     ) -> Replay:
         """Log-ratios, and distances of velocities where they are asked for, ``[W]`` each, as they are on the device."""

@@ -12,7 +12,7 @@ from typing import Literal, Protocol
 
 import torch
 
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.rollout.text.tokens import FinishReason
 
 
@@ -46,7 +46,7 @@ class GenerationRequest:
     """Number of tokens of the same completion that were drawn before and stand at the end of ``prompt_ids``. The noise
     of a token is keyed by (seed, first_position + its position among the new tokens), so that an interrupted completion
     goes on as if it had not been interrupted."""
-    images: Images | None = None
+    images: MediaRefs | None = None
     """The images in ``prompt_ids``; requests with equal prompts share this object. The last token of a prompt is no
     image token."""
     on_token: Callable[[int], None] | None = field(default=None, compare=False)

@@ -41,7 +41,7 @@ class Embedded:
         """See ``ServedSettings``: it needs nothing."""
         return ""
 
-    def of_module(
+    def build_for_module(
         self, module: nn.Module, model: LanguageModel, max_length: int, is_for_training: bool = True
     ) -> Engine:
         """Builds the engine of a module that is whole in this process.

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, cast
 from torch import nn
 
 from sfumato.config.open_mappings import JsonObject
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens, ServedEngine, seed_of
@@ -43,7 +43,7 @@ class VllmEngine(ServedEngine):
         files: WeightFiles,
         model_path: str,
         can_sleep: bool = False,
-        reader: ImageReader | None = None,
+        reader: MediaProcessor | None = None,
     ) -> None:
         """vLLM must be ready.
 
@@ -100,7 +100,7 @@ class VllmEngine(ServedEngine):
         features = None
         if request.images is not None:
             assert self._images is not None, "built without a reader of images"
-            features = await self._images.of(request.prompt_ids, request.images)
+            features = await self._images.render_features(request.prompt_ids, request.images)
             if features is NOT_SENT:
                 return ABORTED
         params = sampling_params(request, sampling)
@@ -177,7 +177,7 @@ class VllmSettings(ServedSettings):
         template: nn.Module,
         folder: Path,
         max_length: int | None = None,
-        reader: ImageReader | None = None,
+        reader: MediaProcessor | None = None,
     ) -> VllmEngine:
         """Starts vLLM, or connects to the server at url.
 

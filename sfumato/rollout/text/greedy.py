@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.text.answer_end import tokens_without_text
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
@@ -21,7 +21,7 @@ def answer_greedily(
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     stop: Iterable[int],
-    images: Sequence[Images | None] | None = None,
+    images: Sequence[MediaRefs | None] | None = None,
     stop_texts: Sequence[str] = (),
 ) -> list[list[int]]:
     """Appends the likeliest next token to each prompt until its answer ends. All ranks must pass the same prompts.
@@ -65,7 +65,7 @@ def answer_greedily(
 
 
 def _pack_texts(
-    texts: Sequence[Sequence[int]], images: Sequence[Images | None] | None, model: LanguageModel
+    texts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None] | None, model: LanguageModel
 ) -> TokenBatch:
     """One packed row of texts without labels."""
     documents = [

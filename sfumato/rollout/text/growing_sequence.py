@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.rollout.engines.base import Completion, Engine, GenerationRequest, Sampling
 from sfumato.rollout.text.tokens import FinishReason, TokenSequence
 
@@ -32,12 +32,12 @@ class GrowingSequence:
     """Version of the policy that drew the token; -1 for tokens that it did not draw."""
     finish_reason: FinishReason | None = None
     """None while it is unfinished."""
-    images: Images | None = None
+    images: MediaRefs | None = None
     """Those that stand in the prompt."""
     num_prompt_tokens: int = 0
 
     @classmethod
-    def after_prompt(cls, token_ids: Sequence[int], images: Images | None = None) -> GrowingSequence:
+    def after_prompt(cls, token_ids: Sequence[int], images: MediaRefs | None = None) -> GrowingSequence:
         """A sequence that consists of a prompt, with the images that the prompt holds."""
         sequence = cls(images=images, num_prompt_tokens=len(token_ids))
         sequence.append_given(token_ids)

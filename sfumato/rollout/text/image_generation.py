@@ -25,7 +25,7 @@ from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.tracking.samples import SampleRecord
 
 if TYPE_CHECKING:
-    from sfumato.data.media.document_media import Images
+    from sfumato.data.media.document_media import MediaRefs
     from sfumato.models.omni.flow_head import LatentTokenizer
     from sfumato.models.omni.image_tokenizer import ImageTokenizer
 
@@ -88,7 +88,7 @@ def draw_images(
 
 
 def _denoise_images(
-    model: OmniModel, rows: Sequence[tuple[Sequence[int], Images | None]], count: int, scale: float, seed: int
+    model: OmniModel, rows: Sequence[tuple[Sequence[int], MediaRefs | None]], count: int, scale: float, seed: int
 ) -> np.ndarray:
     """Images of the flow head, which is conditioned on the language model's hidden states.
 
@@ -120,7 +120,7 @@ def _denoise_images(
     return image_tokenizer.decode(latents.cpu())
 
 
-def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> torch.Tensor:
+def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None]) -> torch.Tensor:
     """Logits of the token after each of N texts, float32 ``[N, V]`` on the CPU."""
     batch = _pack_texts(model, texts, images)
     labels = batch.labels.clone()
@@ -129,7 +129,7 @@ def _next_logits(model: OmniModel, texts: Sequence[Sequence[int]], images: Seque
     return model.label_logits(batch)
 
 
-def _pack_texts(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> TokenBatch:
+def _pack_texts(model: OmniModel, texts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None]) -> TokenBatch:
     """One packed row of texts with their images, without labels."""
     documents = [
         Document(np.array(tokens, np.int32), np.zeros(len(tokens), bool), images=text_images)

@@ -36,10 +36,10 @@ from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
-from sfumato.rollout.batch import Drawn, SampleRequest
+from sfumato.rollout.batch import EvalStats, SampleRequest
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
-from sfumato.rollout.engines.embedded.of_policy import PolicyEngine
+from sfumato.rollout.engines.embedded.policy_engine import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.folder import run_date
@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     from transformers import PreTrainedTokenizerBase
 
-    from sfumato.data.media.vision import ImageReader
+    from sfumato.data.media.vision import MediaProcessor
     from sfumato.models.language.critic import Critic
     from sfumato.rollout.debug.replay import DumpedRollouts
     from sfumato.rollout.oversampling.partial import OverSampling
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
         """The part that an actor and a sampler (``runtime/states.py``, on a floor above this one) have in common."""
 
         eval_prompts: Sequence[TextPrompt]
-        engine: TextEngine
+        engine: TextGenerator
         updates: int
 
         def evaluated(self) -> AbstractContextManager[object]: ...
@@ -133,7 +133,7 @@ EVALUATION = "evaluation"
 """The purpose of samples that are not learned from; others are drawn for ``rollout``."""
 
 
-class TextEngine:
+class TextGenerator:
     """Draws texts in a role: with the policy of this process, or with an engine that has weights of its own."""
 
     def __init__(
@@ -197,15 +197,15 @@ class TextEngine:
         assert self._policy is not None
         settings = self.config.rollout.engine
         embedded = settings if isinstance(settings, Embedded) else Embedded()
-        return embedded.of_module(module, self._policy.model, self.config.max_seq_len)
+        return embedded.build_for_module(module, self._policy.model, self.config.max_seq_len)
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Frees the device for another role."""
         if self.served is not None and not self._is_resting:
             self.served.release()
         self._is_resting = True
 
-    def wake(self) -> None:
+    def onload(self) -> None:
         """Takes the device back."""
         if self.served is not None and self._is_resting:
             self.served.restore()
@@ -425,7 +425,7 @@ class TextEngine:
             engine.close()
 
 
-def answer_held_out(state: _DrawsEvaluations, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], Drawn]:
+def answer_held_out(state: _DrawsEvaluations, rows: list[int], config: TextRLConfig) -> tuple[list[Sample], EvalStats]:
     """An answer to each held-out prompt of ``rows``, and the lengths of the answers.
 
     An actor draws with its averaged weights, a sampler with the weights that it was sent.
@@ -435,7 +435,7 @@ def answer_held_out(state: _DrawsEvaluations, rows: list[int], config: TextRLCon
     keys = [SampleKeys(config.eval.seed, 0, row, EVALUATION) for row in rows]
     with state.evaluated():
         _, samples = state.engine.draw((EVALUATION, step), step, prompts, rows, keys)
-    return samples, Drawn({"eval/tokens": [float(sample.num_tokens) for sample in samples]})
+    return samples, EvalStats({"eval/tokens": [float(sample.num_tokens) for sample in samples]})
 
 
 def build_teacher(config: TextRLConfig, policy: LanguageModel) -> LanguageModel | None:
@@ -535,7 +535,7 @@ def stop_tokens(template: PromptTemplate) -> tuple[int, ...]:
 
 
 def build_text_template(
-    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: ImageReader | None
+    config: TextRLConfig, tokenizer: PreTrainedTokenizerBase, reader: MediaProcessor | None
 ) -> PromptTemplate:
     """The template of a run, with the texts and ids that end answers; raises as ``build_prompt_template``."""
     without_text: frozenset[int] = frozenset()

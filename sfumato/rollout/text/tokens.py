@@ -12,7 +12,7 @@ from typing import Literal
 import numpy as np
 
 from sfumato.algorithms.rows import by_row
-from sfumato.data.media.document_media import Images
+from sfumato.data.media.document_media import MediaRefs
 from sfumato.rollout.batch import Rollout
 
 FinishReason = Literal["stop", "length", "abort"]
@@ -38,7 +38,7 @@ class TokenSequence:
     """int32 ``[L]``: version of the policy that drew each token; -1 elsewhere."""
     finish_reason: FinishReason = "stop"
     """Of the last turn."""
-    images: Images | None = None
+    images: MediaRefs | None = None
     """The images of the prompt."""
 
     def __post_init__(self) -> None:

@@ -296,7 +296,7 @@ class RayFuture:
     process may be silent meanwhile."""
     moves: bool = False
     """Whether any process of the role may run it."""
-    brings: bool = False
+    prefetches: bool = False
     """Whether it only brings values to the machines of its processes. Its function is one of the worker, and is not
     given the handles among the arguments."""
     error: BaseException | None = None

@@ -105,13 +105,13 @@ class RayRole:
         self._issue(function, by_rank, kept_handles=kept_handles, shippers=(), kind=kind)
         return [tuple(kept_handles.get(rank, ())) for rank in firsts]
 
-    def bring(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
+    def prefetch(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
         """Copies values to the machines of each data-parallel rank's processes; they stay there while the handles live.
 
         The future raises ValuesLostError, which names the role that made them, when some are lost.
         """
         return self._issue(
-            arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), brings=True, kind="load"
+            arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), prefetches=True, kind="load"
         )
 
     def wait_ready(self) -> None:
@@ -302,13 +302,13 @@ class RayRole:
             manner: further fields of ``RayFuture``.
         """
         future = RayFuture(self.loop, self.name, cast("Shipped", None), [], **manner)
-        future.function = self._functions.ship(function, of_worker=future.is_start or future.brings)
+        future.function = self._functions.ship(function, of_worker=future.is_start or future.prefetches)
         packed: dict[int, Arguments] = {}
         for rank, rank_args in args.items():
             if id(rank_args) not in packed:
                 arguments = _arguments(rank_args)
                 # ``arrive`` needs the values on its machine, not as arguments.
-                packed[id(rank_args)] = Arguments(pack(()), arguments.handles) if future.brings else arguments
+                packed[id(rank_args)] = Arguments(pack(()), arguments.handles) if future.prefetches else arguments
             arguments = packed[id(rank_args)]
             arguments.num_users += 1
             part = CallPart(self.processes[rank], arguments, rank in shippers, list(kept_handles.get(rank, ())))
@@ -364,7 +364,7 @@ class RayGroup(RayRole):
     def __init__(self, plan: RolePlan, loop: DriverLoop) -> None:
         """Starts the processes, without waiting. Raises ConfigError when their number does not fit the layout."""
         size = plan.pool.processes
-        layout = Layout.of(plan.train, size)
+        layout = Layout.from_config(plan.train, size)
         super().__init__(plan, loop, [layout.rank_in("data", rank) for rank in range(size)], [range(size)])
 
     def wait_ready(self) -> None:

@@ -170,7 +170,7 @@ class ReceivingEnd:
     def receive(self, version: int, delivery: object) -> None:
         """Has the receiver load a version. The role's process group is not used."""
         if not self.transport.hands_over:
-            self._load(version, self.transport.take(version, delivery))
+            self._load(version, self.transport.receive_tensors(version, delivery))
 
     @torch.no_grad()
     def _load(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
@@ -294,7 +294,7 @@ def join_receiving(state: ReceivingState) -> None:
 
 def draw_tokens(state: ReceivingState, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
     """Fixed tokens ``[N, T]`` that go on from these beginnings, as the first rank's ``engine`` draws them."""
-    _wake(state)
+    _onload(state)
     tokens = state.engine.draw_tokens(beginnings)  # type: ignore[attr-defined]
     return state.mesh.gather(tokens, over="world")[0]  # ranks that share a batch must score the same
 
@@ -331,7 +331,7 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
     failure: Exception | None = None
     if not problem:
         try:
-            _wake(state)
+            _onload(state)
             end.receiver.apply(sent.version)
             end.staged = None
             sums = {} if end.receiver.rescores else end.receiver.checksums(sent.checksums)
@@ -394,11 +394,11 @@ def _gathered(end: ReceivingEnd, value: Value, failure: Exception | None, doing:
     return [value for value, _, _ in ranks]
 
 
-def _wake(state: ReceivingState) -> None:
+def _onload(state: ReceivingState) -> None:
     """Brings an engine that has given its memory away back: one that sleeps neither loads weights nor draws."""
-    wake = getattr(state, "wake", None)
-    if wake is not None and getattr(state, "engine", None) is not None:
-        wake()
+    onload = getattr(state, "onload", None)
+    if onload is not None and getattr(state, "engine", None) is not None:
+        onload()
 
 
 def set_version(state: ReceivingState, version: int) -> None:

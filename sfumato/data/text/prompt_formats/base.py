@@ -16,7 +16,7 @@ from sfumato.data.text.messages import read_messages
 
 if TYPE_CHECKING:
     from sfumato.data.media.kinds import Medium
-    from sfumato.data.media.vision import ImageReader
+    from sfumato.data.media.vision import MediaProcessor
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class PromptFormat(ABC):
         option = f"{split}_path"
         return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}", split == "eval")
 
-    def limited(self, reader: ImageReader) -> ImageReader:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """The reader of a model's images with the limits of this format."""
         return reader
 

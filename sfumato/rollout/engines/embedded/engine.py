@@ -249,7 +249,7 @@ class EmbeddedEngine:
         tokens, log_probs = (values.cpu().numpy() for values in draw(logits, uniform, state.settings(device)))
         if not np.isfinite(log_probs).all():
             raise EngineError("the model's logits are not finite: look at its weights")
-        ended = state.take(tokens, log_probs, self.version)
+        ended = state.record_tokens(tokens, log_probs, self.version)
         for row, active in enumerate(state.progress if self._has_listeners else ()):
             if active.request.on_token is not None:
                 active.request.on_token(int(tokens[row]))

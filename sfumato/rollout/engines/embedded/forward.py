@@ -13,7 +13,7 @@ from transformers import PreTrainedConfig
 
 from sfumato.algorithms.device import to_device
 from sfumato.config.open_mappings import Keywords
-from sfumato.data.media.document_media import Images, MultimodalInputs, Tensors
+from sfumato.data.media.document_media import MediaRefs, MultimodalInputs, Tensors
 from sfumato.data.media.vision import Vision
 from sfumato.models.language.document_rows import forget_lengths
 
@@ -107,11 +107,11 @@ class Forward:
     def _precision(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, enabled=False) if self._is_precise else nullcontext()
 
-    def media_of(self, images: Images | None) -> Tensors:
+    def media_of(self, images: MediaRefs | None) -> Tensors:
         """Tensors that a multimodal model is given for the images of a sequence; empty without images.
 
         Raises:
-            DataError: as ``ImageReader.tensors``.
+            DataError: as ``MediaProcessor.tensors``.
         """
         return {} if self.vision is None or images is None else self.vision.reader.tensors(images)
 

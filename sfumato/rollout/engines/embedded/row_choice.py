@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sfumato.data.media.document_media import Images, Tensors
+from sfumato.data.media.document_media import MediaRefs, Tensors
 from sfumato.errors import ConfigError
 from sfumato.models.language.hf_config import can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION
@@ -38,9 +38,9 @@ at least ``TIMES`` the change that one more token at the end of a row makes."""
 
 TIMES = 10
 
-PLACES = 512
+CHECKED_POSITIONS = 512
 """Positions at which the check looks that no token depends on later ones."""
-SHORTER = 512
+MOST_CHECKED_TOKENS = 512
 """Most tokens of the sequences of that check."""
 
 TEXTS_OF_EXPERTS = 8
@@ -48,7 +48,7 @@ TEXTS_OF_EXPERTS = 8
 many tokens are sent elsewhere. Other modules get one, which is cut at more places: what looks ahead does so in every
 sequence, and what looks ahead a little shows where a cut is near."""
 
-OTHERWISE = 0.005
+REROUTED_FRACTION = 0.005
 """With experts, the fraction of tokens that rounding may send to other experts, which changes more than rounding."""
 
 LIKELIEST = 8
@@ -95,7 +95,7 @@ def _choose(forward: Forward, longest: int, max_tokens: int, is_for_training: bo
     lengths = sorted({min(length, longest) for length in (13, 5, 2, longest)})
     vocabulary = _plain_tokens(forward, num_embeddings)
     texts = [vocabulary[generator.integers(len(vocabulary), size=length)].tolist() for length in lengths]
-    images: list[Images | None] = [None] * len(texts)
+    images: list[MediaRefs | None] = [None] * len(texts)
     if forward.vision is not None:
         probe = with_images(vocabulary[generator.integers(len(vocabulary), size=13)], SIGHT, forward.vision)
         if len(probe.input_ids) <= longest:  # of the longest text there is always one
@@ -132,7 +132,7 @@ def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
     return token_ids if forward.vision is None else np.setdiff1d(token_ids, forward.vision.idle_ids)
 
 
-def _expected(forward: Forward, texts: Texts, images: Sequence[Images | None]) -> Tensor:
+def _expected(forward: Forward, texts: Texts, images: Sequence[MediaRefs | None]) -> Tensor:
     """The reference: logits ``[2 * n, V]`` that follow the n texts without their last tokens, then the whole texts.
 
     Short texts are computed without their last tokens, too, since a model may look ahead; long ones, whose time would
@@ -160,14 +160,15 @@ def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int,
     """
     num_texts = TEXTS_OF_EXPERTS if has_experts(forward.module) else 1
     generator = torch.Generator().manual_seed(0)
-    drawn = torch.randint(len(vocabulary), (num_texts, min(length, SHORTER)), generator=generator)
+    drawn = torch.randint(len(vocabulary), (num_texts, min(length, MOST_CHECKED_TOKENS)), generator=generator)
     tokens = torch.from_numpy(vocabulary)[drawn].to(forward.device)
     length = tokens.shape[1]
     lengths_of_cuts = {length - 1, length // 2}
     if num_texts == 1:
         lengths_of_cuts |= {length >> halvings for halvings in range(2, length.bit_length())}
     columns_of_cuts = {
-        cut: sorted({*np.linspace(0, cut - 1, PLACES // num_texts).astype(int).tolist()}) for cut in lengths_of_cuts
+        cut: sorted({*np.linspace(0, cut - 1, CHECKED_POSITIONS // num_texts).astype(int).tolist()})
+        for cut in lengths_of_cuts
     }
     all_columns = sorted({column for columns in columns_of_cuts.values() for column in columns})
     whole = forward.some(tokens, all_columns)
@@ -178,7 +179,7 @@ def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int,
         differences_of_cuts.append(_differences(same.flatten(0, 1), cut.flatten(0, 1)))
     differences = torch.cat(differences_of_cuts)
     noticing = (differences > bound).float().mean()
-    if noticing > (OTHERWISE if has_experts(forward.module) else 0):
+    if noticing > (REROUTED_FRACTION if has_experts(forward.module) else 0):
         raise ConfigError(
             f"{type(forward.module).__name__}: what it says of a token depends on how many tokens follow, by up to "
             f"{differences.max():.2g} in a log-probability, for {noticing:.0%} of tokens: training could not say again "
@@ -222,7 +223,7 @@ def _try(
     build: Callable[[int], CachedRows | GroupedRows | str],
     forward: Forward,
     texts: Texts,
-    images: Sequence[Images | None],
+    images: Sequence[MediaRefs | None],
     expected: Tensor,
     bound: float,
 ) -> tuple[str, Rows | None]:

@@ -103,14 +103,16 @@ class RowState:
         """Temperature, top_p and top_k of the n rows on the device; kept until rows come or go."""
         if self._settings is None:
             rows = slice(0, len(self))
-            self._settings = DrawSettings.of(self._temperature[rows], self._top_p[rows], self._top_k[rows], device)
+            self._settings = DrawSettings.from_rows(
+                self._temperature[rows], self._top_p[rows], self._top_k[rows], device
+            )
         return self._settings
 
     def uniform(self) -> np.ndarray:
         """The noise of the next tokens: float64 ``[n]``."""
         return self._noise[np.arange(len(self)), self._count[: len(self)]]
 
-    def take(self, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> np.ndarray:
+    def record_tokens(self, tokens: np.ndarray, log_probs: np.ndarray, version: int) -> np.ndarray:
         """Records the drawn token of each row.
 
         Args:

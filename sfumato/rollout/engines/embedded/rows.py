@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import DynamicCache
 
-from sfumato.data.media.document_media import Images, MultimodalInputs, Tensors
+from sfumato.data.media.document_media import MediaRefs, MultimodalInputs, Tensors
 from sfumato.models.language.document_rows import SHORT, WORTH_PADDING
 from sfumato.models.language.row_cache import COLUMNS, RowCache, cache_argument, register_row_attention
 from sfumato.rollout.engines.embedded.forward import Forward
@@ -40,7 +40,7 @@ class Rows(Protocol):
         """Makes room for exactly so many rows of so many tokens. Contents that still fit stay."""
         ...
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None]) -> None:
         """Puts sequences into rows from ``first_row`` on. Equal sequences are computed once and copied.
 
         Args:
@@ -98,7 +98,7 @@ class CachedRows:
         # Padded first, since ``np.resize`` fills new rows with repetitions.
         self._ahead = np.resize(np.pad(self._ahead, (0, num_rows)), num_rows)
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None]) -> None:
         """See ``Rows``."""
         row_of: dict[tuple[tuple[int, ...], int], int] = {}
         copies: dict[int, list[int]] = {}
@@ -119,7 +119,7 @@ class CachedRows:
             longest = max(lengths[source] for source, _ in pairs)
             self.move(*zip(*pairs, strict=True), longest)  # pyright: ignore[reportCallIssue] (pairs have two members)
 
-    def _compute(self, part: list[tuple[tuple[int, ...], int]], images: Sequence[Images | None]) -> None:
+    def _compute(self, part: list[tuple[tuple[int, ...], int]], images: Sequence[MediaRefs | None]) -> None:
         """Computes keys and values of whole sequences.
 
         Args:
@@ -148,7 +148,7 @@ class CachedRows:
             if start:
                 assert len(part) == 1, "long sequences are computed one at a time"
                 cached = slice(part[0][1], part[0][1] + 1), end
-            self._cache.take(rows, positions, start, cached)
+            self._cache.set_positions(rows, positions, start, cached)
             self._pass(torch.from_numpy(columns).to(device), inputs)
 
     def _note_positions(self, part: list[tuple[tuple[int, ...], int]], inputs: MultimodalInputs) -> None:
@@ -165,7 +165,7 @@ class CachedRows:
             positions = np.pad(positions, (0, FEWEST_ROWS - count))
         rows = torch.arange(len(positions), device=tokens.device)
         cached = slice(0, len(positions)), rounded_up(int(positions.max()) + 1)
-        self._cache.take(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, cached)
+        self._cache.set_positions(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, cached)
         inputs = None
         if self._forward.vision is not None:
             inputs = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
@@ -176,9 +176,9 @@ class CachedRows:
         return self._pass(tokens[:, None], inputs)[:count, -1]
 
     def _pass(self, input_ids: Tensor, inputs: MultimodalInputs | None) -> Tensor:
-        """Logits of a pass for which ``RowCache.take`` has named rows and positions."""
+        """Logits of a pass for which ``RowCache.set_positions`` has named rows and positions."""
         cache = self._cache
-        assert cache.positions is not None, "RowCache.take comes first"
+        assert cache.positions is not None, "RowCache.set_positions comes first"
         arguments = self._forward.last_logits | {"position_ids": cache.positions}
         if inputs is not None:
             arguments |= self._forward.beside(input_ids, cache.positions, inputs)
@@ -252,7 +252,7 @@ class GroupedRows:
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``Rows``. Caches grow by themselves."""
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None]) -> None:
         """See ``Rows``; there are no images."""
         assert not any(images), "models that see have no groups"
         self._forget(range(first_row, first_row + len(contexts)))
@@ -356,7 +356,7 @@ class RecomputedRows:
         self._tokens = np.zeros((num_rows, num_columns), np.int64)
         self._tokens[: staying.shape[0], : staying.shape[1]] = staying
 
-    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[Images | None]) -> None:
+    def begin(self, first_row: int, contexts: Sequence[Sequence[int]], images: Sequence[MediaRefs | None]) -> None:
         """See ``Rows``."""
         # Images of a group are one object, which is opened once.
         distinct = {id(media_refs): media_refs for media_refs in images}.values()

@@ -42,7 +42,9 @@ class DrawSettings:
     """Whether no temperature is 0."""
 
     @classmethod
-    def of(cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device) -> DrawSettings:
+    def from_rows(
+        cls, temperature: np.ndarray, top_p: np.ndarray, top_k: np.ndarray, device: torch.device
+    ) -> DrawSettings:
         """From one number for each row."""
         # ``from_numpy`` shares memory, and the arrays of the rows change in place.
         tensors = (torch.from_numpy(values.copy())[:, None].to(device) for values in (temperature, top_p, top_k))

@@ -11,11 +11,11 @@ import torch
 from sfumato.config.environment import environment_with
 from sfumato.errors import ConfigError
 
-PLACES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-PLACE_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_", "SFUMATO_")
+GROUP_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+GROUP_PREFIXES = ("LOCAL_", "GROUP_", "ROLE_", "TORCHELASTIC_", "PET_", "SFUMATO_")
 """Which process of the run this is and where the others are: an engine that makes a process group of its own would wait
 for the run's (``TORCHELASTIC_USE_AGENT_STORE`` alone has it look for a store that nobody opens)."""
-PLACE_SUFFIXES = ("RANK", "WORLD_SIZE", "NAME")
+GROUP_SUFFIXES = ("RANK", "WORLD_SIZE", "NAME")
 """How names with the first three prefixes go on."""
 
 ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -23,9 +23,9 @@ ALLOCATORS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def is_of_the_run(name: str) -> bool:
     """Whether a variable says what place a process has in the run's own process group."""
-    if name in PLACES or name.startswith(PLACE_PREFIXES[3:]):
+    if name in GROUP_VARIABLES or name.startswith(GROUP_PREFIXES[3:]):
         return True
-    return any(name == prefix + suffix for prefix in PLACE_PREFIXES[:3] for suffix in PLACE_SUFFIXES)
+    return any(name == prefix + suffix for prefix in GROUP_PREFIXES[:3] for suffix in GROUP_SUFFIXES)
 
 
 def engine_environment(*, sleeps: bool, tensor_parallel_size: int) -> dict[str, str]:

@@ -216,7 +216,7 @@ def kill_session(session: int) -> None:
     send(session, signal.SIGKILL)
 
 
-def keep(command: list[str], folder: Path, lock: int, on_start: Callable[[int], None]) -> tuple[int, bool]:
+def run_until_ended(command: list[str], folder: Path, lock: int, on_start: Callable[[int], None]) -> tuple[int, bool]:
     """Runs a command until it ends, or until standard input says so.
 
     Args:
@@ -303,7 +303,7 @@ def main(pipe: int, lock: int, folder: Path, leftovers: list[str], command: list
     with os.fdopen(pipe, "w") as told:
         print(os.getpid(), file=told, flush=True)
         if command:
-            code, is_lost = keep(command, folder, lock, lambda pid: print(pid, file=told, flush=True))
+            code, is_lost = run_until_ended(command, folder, lock, lambda pid: print(pid, file=told, flush=True))
         else:
             print(0, file=told, flush=True)
             code, is_lost = 0, watch(folder)

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from sfumato.data.media.document_media import Images
-from sfumato.data.media.vision import ImageReader
+from sfumato.data.media.document_media import MediaRefs
+from sfumato.data.media.vision import MediaProcessor
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.http_server import NOT_SENT
@@ -29,7 +29,7 @@ class RenderedImages:
     same pixels. The tokens of a prompt stay those of the run; vLLM must count as many tokens for each image.
     """
 
-    def __init__(self, reader: ImageReader, render: Callable[[list[bytes]], Awaitable[Any]]) -> None:
+    def __init__(self, reader: MediaProcessor, render: Callable[[list[bytes]], Awaitable[Any]]) -> None:
         """
         Args:
             reader: of the run.
@@ -45,11 +45,11 @@ class RenderedImages:
             )
         self.reader = reader
         self._render = render
-        # By id of the ``Images``, which the entry keeps alive so that no other object gets the same id.
-        self._rendered_features: dict[int, tuple[Images, object]] = {}
+        # By id of the ``MediaRefs``, which the entry keeps alive so that no other object gets the same id.
+        self._rendered_features: dict[int, tuple[MediaRefs, object]] = {}
         self._under_way: dict[int, asyncio.Task[object]] = {}
 
-    async def of(self, prompt_ids: Sequence[int], images: Images) -> object:
+    async def render_features(self, prompt_ids: Sequence[int], images: MediaRefs) -> object:
         """The features of the images in ``prompt_ids``; ``NOT_SENT`` when all requests were ended meanwhile.
 
         Raises:
@@ -64,7 +64,7 @@ class RenderedImages:
             task.add_done_callback(lambda _: self._under_way.pop(id(images)))
         return await asyncio.shield(self._under_way[id(images)])  # others wait for it if this caller is cancelled
 
-    async def _rendered(self, prompt_ids: Sequence[int], images: Images) -> object:
+    async def _rendered(self, prompt_ids: Sequence[int], images: MediaRefs) -> object:
         answer = await self._render(self._scaled(images))
         if answer is NOT_SENT:
             return NOT_SENT
@@ -85,7 +85,7 @@ class RenderedImages:
         self._rendered_features[id(images)] = images, features
         return features
 
-    def _scaled(self, images: Images) -> list[bytes]:
+    def _scaled(self, images: MediaRefs) -> list[bytes]:
         """PNG files of the images in the sizes that training uses."""
         processor = self.reader.processor.image_processor
         files = []
@@ -99,7 +99,7 @@ class RenderedImages:
         return files
 
 
-def limits_of(reader: ImageReader) -> str:
+def limits_of(reader: MediaProcessor) -> str:
     """The limits of the area of images, for vLLM's option ``--mm-processor-kwargs``."""
     size = reader.processor.image_processor.size
     return json.dumps({"min_pixels": size["shortest_edge"], "max_pixels": size["longest_edge"]})

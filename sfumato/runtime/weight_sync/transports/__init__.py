@@ -118,7 +118,7 @@ class Receiving(Protocol):
     def join(self) -> None:
         """Waits for the sender, and for the other receivers."""
 
-    def take(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive_tensors(self, version: int, delivery: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yields names and tensors; each is valid until the next is asked for. It runs in any thread, and does not use
         the role's process group."""
         ...
@@ -136,7 +136,7 @@ class Bystander(Receiving):
     def __init__(self) -> None:
         pass
 
-    def take(self, version: int, delivery: object) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive_tensors(self, version: int, delivery: object) -> Iterator[tuple[str, torch.Tensor]]:
         """Nothing."""
         del version, delivery
         yield from ()

@@ -255,7 +255,7 @@ class Receiving(transports.Receiving):
         """Waits for the actor and the other ranks."""
         self.group.join(self.settings.timeout_s)
 
-    def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive_tensors(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, as views of the memory of a bucket, while the next one comes."""
         del delivery
         coming = [self.group.begin(0, self.buckets[0], version)] if self.buckets else []

@@ -116,7 +116,7 @@ class Receiving(transports.Receiving):
         del access, settings, mesh, shards
         self.names = [item.name for bucket in buckets for item in bucket.items]
 
-    def take(self, version: int, delivery: str) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive_tensors(self, version: int, delivery: str) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, one at a time."""
         folder = Path(delivery)
         deadline = time.monotonic() + VISIBLE_S

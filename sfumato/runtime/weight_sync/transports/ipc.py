@@ -212,7 +212,7 @@ class Receiving(transports.Receiving):
         except RuntimeError as error:
             raise WeightSyncError(f"{where}: {error}; {remedy}") from error
 
-    def take(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive_tensors(self, version: int, delivery: None) -> Iterator[tuple[str, torch.Tensor]]:
         """Whole tensors, as views of the memory that the actor fills."""
         del delivery
         for number, bucket in enumerate(self.buckets):

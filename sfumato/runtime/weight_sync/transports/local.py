@@ -120,7 +120,7 @@ class Receiving(transports.Receiving):
         """Has a receiver of whole tensors load them while they are gathered."""
         self.access.load_whole = load if self.hands_over else None
 
-    def take(self, version: int, delivery: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive_tensors(self, version: int, delivery: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
         """This rank's shards."""
         del version
         yield from delivery.items()
