@@ -160,7 +160,9 @@ def import_lora(file: Path, out: Path) -> Path:
         raise ConfigError(f"{file} is no file of safetensors: {error}") from error
     layers = from_kohya(stored)
     out.mkdir(parents=True, exist_ok=True)
-    save_file({name: weight.contiguous() for name, weight in layers.items()}, out / LORA_FILE, {"format": "pt"})
+    # A file takes no tensor twice, and FLUX.1's queries, keys and values share their down matrix.
+    copies = {name: weight.clone(memory_format=torch.contiguous_format) for name, weight in layers.items()}
+    save_file(copies, out / LORA_FILE, {"format": "pt"})
     return out / LORA_FILE
 
 

@@ -134,6 +134,18 @@ def test_transparent_pixels_are_white(mode: str) -> None:
     assert (shown[:, :2] == 255).all() and (shown[:, 2:] == 0).all()
 
 
+def test_a_picture_of_which_nothing_shows_is_broken() -> None:
+    """Programs leave the fourth byte of BMP files of 32 bits empty, which a later header calls alpha."""
+    image = Image.new("RGBA", (4, 4), (200, 30, 30, 0))
+    image.putpixel((1, 2), (200, 30, 30, 1))
+    image.save(shown := io.BytesIO(), "PNG")
+    assert read_image(shown.getvalue(), "row 1").size == (4, 4)
+    image.putpixel((1, 2), (200, 30, 30, 0))
+    image.save(hidden := io.BytesIO(), "PNG")
+    with pytest.raises(DataError, match=r"row 1: .*all of it is transparent"):
+        read_image(hidden.getvalue(), "row 1")
+
+
 def test_half_transparent_is_mixed_with_white_and_opaque_is_untouched() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 4), np.uint8)
     pixels[:4, :, 3], pixels[4:, :, 3] = 255, 128

@@ -5,8 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 from diffusers import FluxPipeline, QwenImagePipeline, StableDiffusionPipeline, StableDiffusionXLPipeline, WanPipeline
+from diffusers.utils.state_dict_utils import convert_state_dict_to_diffusers, convert_state_dict_to_peft
 from safetensors.torch import load_file, save_file
 
+from sfumato.commands.export_formats import import_lora
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.kohya import from_kohya, to_kohya
 from tests.unit.test_lora_files import trained
@@ -167,6 +169,50 @@ def test_stable_diffusion_xl_has_the_names_of_its_original():
     assert any(name.startswith("text_encoder_2.") for name in back)
     with pytest.raises(ConfigError, match="names of two kinds"):
         from_kohya(stored | kohya_pair("lora_unet_down_blocks_1_attentions_0_proj_in", 4, 3, alpha=1.0))
+
+
+def encoder_layers(layers):
+    """The adapters of text encoders, by the names that diffusers' loader gives them."""
+    encoders = {name: weight for name, weight in layers.items() if name.startswith("text_encoder")}
+    return convert_state_dict_to_peft(convert_state_dict_to_diffusers(encoders))
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "layer"),
+    [
+        (StableDiffusionPipeline, "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"),
+        (FluxPipeline, "lora_unet_double_blocks_3_img_attn_proj"),
+    ],
+)
+def test_attention_of_text_encoders_keeps_its_adapters(pipeline, layer):
+    """diffusers loads adapters whose names it does not find without a word."""
+    encoder = "lora_te1_text_model_encoder_layers_0"
+    stored = kohya_pair(layer, 4, 3, alpha=2.0)
+    for name in ("self_attn_q_proj", "self_attn_out_proj", "mlp_fc1"):
+        stored |= kohya_pair(f"{encoder}_{name}", 4, 3, alpha=2.0)  # the rank, so that the scale is 1
+    direct = pipeline.lora_state_dict({name: weight.clone() for name, weight in stored.items()})
+    expected = encoder_layers(direct[0] if isinstance(direct, tuple) else direct)
+    read = encoder_layers(from_kohya(stored))
+    assert read.keys() == expected.keys()
+    assert "text_encoder.text_model.encoder.layers.0.self_attn.q_proj.lora_A.weight" in read
+    assert all(torch.equal(read[name], expected[name]) for name in read)
+
+
+def test_a_matrix_of_several_layers_is_written_for_each(tmp_path: Path):
+    stored = kohya_pair("lora_unet_double_blocks_3_img_attn_qkv", 12, 3, alpha=2.0)
+    save_file(stored, tmp_path / "flux.safetensors")
+    layers = load_file(import_lora(tmp_path / "flux.safetensors", tmp_path / "out"))
+    down = stored["lora_unet_double_blocks_3_img_attn_qkv.lora_down.weight"]
+    for name in ("to_q", "to_k", "to_v"):
+        assert torch.equal(layers[f"transformer.transformer_blocks.3.attn.{name}.lora_A.weight"], down)
+
+
+@pytest.mark.parametrize(("matrix", "kind"), [("dora_scale", "DoRA"), ("hada_w1_a", "LoHa"), ("diff", "differences")])
+def test_adapters_that_are_no_pairs_of_matrices_are_refused_by_their_kind(matrix, kind):
+    layer = "lora_unet_down_blocks_1_attentions_0_transformer_blocks_0_attn1_to_q"
+    stored = kohya_pair(layer, 4, 3, alpha=1.0) | {f"{layer}.{matrix}": torch.ones(4, 1)}
+    with pytest.raises(ConfigError, match=f"{matrix} is of {kind}.*merge such adapters"):
+        from_kohya(stored)
 
 
 def test_adapters_that_diffusers_would_lose_are_refused():

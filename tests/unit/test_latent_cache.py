@@ -25,7 +25,9 @@ from sfumato.data.loader import IndexBatch
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import OnlineEncoder
 from sfumato.models.diffusion.encoder_identity import identify_encoders
+from sfumato.models.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from sfumato.models.diffusion.latent_cache import LatentCache, open_cache
+from tests.tiny_families import tiny_stable_diffusion_xl
 from tests.unit.test_image_text import build_model, count_encoded, picture, settle, silent
 
 ROOT = Path(__file__).parents[2]
@@ -167,6 +169,17 @@ def test_a_token_that_was_added_and_its_embedding_are_another_encoder(tmp_path: 
     model = build_model(tmp_path)
     model.pipeline.tokenizer.add_tokens(["<new>"])
     assert identify_encoders(model).prompts != before.prompts
+
+
+def test_what_stands_for_the_empty_prompt_is_part_of_the_encoders() -> None:
+    """A setting of Stable Diffusion XL's pipeline, which no weight, configuration or tokenizer holds."""
+    model = StableDiffusionXL(StableDiffusionXL.build(tiny_stable_diffusion_xl(), 0))
+    before = identify_encoders(model)
+    model.forget_prompts()
+    model.pipeline.register_to_config(force_zeros_for_empty_prompt=False)
+    after = identify_encoders(model)
+    assert after.prompts != before.prompts
+    assert after.latents == before.latents
 
 
 KILLED = """

@@ -12,6 +12,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from sfumato.config.sections import ModelConfig
@@ -301,3 +302,31 @@ def test_an_autoencoder_without_a_shift_has_none(folders: Any, tmp_path: Path) -
     latents = model.encode_pixels(torch.zeros(1, 3, 16, 16, dtype=torch.uint8))
     expected = model.pipeline.vae.encode(torch.full((1, 3, 16, 16), -1.0)).latent_dist.mode()
     torch.testing.assert_close(latents, expected * model.pipeline.vae.config.scaling_factor)
+
+
+def test_a_tokenizer_without_a_limit_is_refused(folders, tmp_path: Path) -> None:
+    """It ended with an OverflowError of tokenizers when the first prompt was embedded."""
+    folder = shutil.copytree(folders["stable_diffusion_xl"], tmp_path / "folder")
+    edit(folder, "tokenizer_2/tokenizer_config.json", model_max_length="absent")
+    message = refusal(folder, "stable_diffusion_xl")
+    assert re.search(r'text_encoder_2 has 8 positions: write "model_max_length": 8 into tokenizer_2/', message)
+
+
+def test_tokens_that_the_encoder_has_no_embedding_for_are_refused(folders, tmp_path: Path) -> None:
+    """As textual inversion leaves them where the tokenizer alone is saved; a run ended with an IndexError."""
+    folder = shutil.copytree(folders["stable_diffusion"], tmp_path / "folder")
+    tokenizer = transformers.CLIPTokenizer.from_pretrained(folder / "tokenizer")
+    tokenizer.add_tokens(["<my-cat>"])
+    tokenizer.save_pretrained(folder / "tokenizer")
+    message = refusal(folder, "stable_diffusion")
+    assert re.search(r"tokenizer has \d+ tokens, and text_encoder embeddings of \d+: save the encoder, too", message)
+
+
+def test_an_autoencoder_for_previews_is_refused(folders, tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["stable_diffusion"], tmp_path / "folder")
+    shutil.rmtree(folder / "vae")
+    widths = {f"{part}_block_out_channels": (4, 4) for part in ("encoder", "decoder")}
+    counts = {f"num_{part}_blocks": (1, 1) for part in ("encoder", "decoder")}
+    diffusers.AutoencoderTiny(**widths, **counts, latent_channels=4).save_pretrained(folder / "vae")
+    edit(folder, vae=["diffusers", "AutoencoderTiny"])
+    assert "AutoencoderTiny, which is for previews" in refusal(folder, "stable_diffusion")

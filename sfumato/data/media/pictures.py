@@ -92,7 +92,7 @@ def read_image(source: File, where: str) -> Image.Image:
         where: file and row, for messages.
 
     Raises:
-        DataError: when it is broken, or has several frames.
+        DataError: when it is broken, has several frames, or is transparent everywhere.
     """
     with open_image(source, where) as opened:
         _check_still(opened)
@@ -101,6 +101,8 @@ def read_image(source: File, where: str) -> Image.Image:
         # Pillow brings PNG files of 16 bits to 8; only the tile, which load() empties, still tells their depth.
         is_deep = any(";16" in str(tile[3]) for tile in opened.tile)
         opened.load()  # after which Pillow has turned a TIFF, and read the chunks that a PNG has after its pixels
+        if opened.getbands()[-1] == "A" and cast("tuple[int, int]", opened.getchannel("A").getextrema())[1] == 0:
+            raise ValueError("all of it is transparent, so that it would be white: save it without transparency")
         transpose = _transposes().get(_orientation(opened))
         shown = to_srgb(opened, is_deep, significant_bits(head, opened.format))
         return shown if transpose is None else shown.transpose(transpose)

@@ -25,7 +25,7 @@ from sfumato.config.sections import SOUND, TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui, save_for_diffusers
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
-from sfumato.models.diffusion.frozen_parts import FrozenParts
+from sfumato.models.diffusion.frozen_parts import FrozenParts, check_frozen_parts
 from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh
@@ -103,7 +103,8 @@ class DiffusionModel(FrozenParts):
             source: the folder that the pipeline was loaded from, if any.
 
         Raises:
-            ConfigError: when the noise levels of the pipeline's scheduler cannot be reproduced here.
+            ConfigError: when the noise levels of the pipeline's scheduler cannot be reproduced here, or
+                ``check_frozen_parts`` refuses an encoder.
         """
         super().__init__(pipeline)
         self.max_sequence_length = max_sequence_length
@@ -118,6 +119,7 @@ class DiffusionModel(FrozenParts):
         self._plain_class: type[DiffusersModule] | None = None
         self._dropout: DropoutKeys | None = None
         self.check_scheduler()
+        check_frozen_parts(pipeline)
 
     @classmethod
     def pipeline_type(cls) -> type[DiffusionPipeline]:

@@ -43,8 +43,11 @@ def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
     if image is not None and model.least_source_images > 1:
         image = np.stack([image] * model.least_source_images)
     latents = [_digest_tensor(model.encode_pixels(probe))]
-    embedded = model.encode_prompts(["a probe"], False, None if image is None else [image]).tensors
-    prompts = [[name, _digest_tensor(tensor)] for name, tensor in sorted(embedded.items())]
+    # The empty prompt, too: what stands for it may be a setting of the pipeline, as of Stable Diffusion XL.
+    embedded = [
+        model.encode_prompts([prompt], False, None if image is None else [image]).tensors for prompt in ("a probe", "")
+    ]
+    prompts = [[name, _digest_tensor(tensor)] for tensors in embedded for name, tensor in sorted(tensors.items())]
     modules = model.components
     autoencoder = {name: _describe_module(modules[name]) for name in model.autoencoder_names if name in modules}
     encoders = {name: _describe_module(modules[name]) for name in model.encoder_names if name in modules}

@@ -30,6 +30,12 @@ DECODE_BATCH = 8
 DECODE_POSITIONS = 1024
 """Most positions of latents that are decoded at a time, so that larger pictures and videos are decoded one by one."""
 
+CLIP_ENCODERS = {"CLIPTextModel", "CLIPTextModelWithProjection"}
+"""Classes of text encoders for which pipelines pad every prompt to the tokenizer's ``model_max_length``."""
+
+PREVIEW_AUTOENCODER = "AutoencoderTiny"
+"""Class of TAESD and its like, whose latents are no distributions."""
+
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are cached while the encoders are in memory; those of T5-XXL take about 3 MB each."""
 
@@ -450,3 +456,36 @@ class FrozenParts(ABC):
 def device_of(module: nn.Module) -> torch.device:
     """Device of a module's weights."""
     return next(module.parameters()).device
+
+
+def check_frozen_parts(pipeline: DiffusionPipeline) -> None:
+    """Checks that autoencoder and text encoders of a pipeline can be used with what stands beside them.
+
+    Raises:
+        ConfigError: when a tokenizer makes longer prompts than its CLIP encoder has positions, or tokens that its
+            encoder has no embedding for; or the autoencoder is one for previews.
+    """
+    for name, encoder in pipeline.components.items():
+        tokenizer_name = name.replace("text_encoder", "tokenizer")
+        tokenizer = pipeline.components.get(tokenizer_name)
+        if tokenizer is None or tokenizer is encoder or not hasattr(encoder, "get_input_embeddings"):
+            continue
+        embeddings = len(encoder.get_input_embeddings().weight)
+        if hasattr(tokenizer, "get_vocab") and len(tokenizer) > embeddings:
+            raise ConfigError(
+                f"{tokenizer_name} has {len(tokenizer):,} tokens, and {name} embeddings of {embeddings:,}: save the "
+                "encoder, too, to which the tokens were added, or take the tokenizer as it was published"
+            )
+        if type(encoder).__name__ in CLIP_ENCODERS:
+            positions = encoder.config.max_position_embeddings
+            if tokenizer.model_max_length > positions:  # endless where the tokenizer's file does not state it
+                raise ConfigError(
+                    f"the prompts of {tokenizer_name} have {tokenizer.model_max_length:g} tokens, and {name} has "
+                    f'{positions} positions: write "model_max_length": {positions} into '
+                    f"{tokenizer_name}/tokenizer_config.json"
+                )
+    if type(pipeline.components.get("vae")).__name__ == PREVIEW_AUTOENCODER:
+        raise ConfigError(
+            f"its vae is an {PREVIEW_AUTOENCODER}, which is for previews: take the autoencoder that the model was "
+            "published with"
+        )

@@ -59,6 +59,16 @@ _ORIGINAL_UNET = re.compile(r"lora_unet_(input_blocks|middle_block|output_blocks
 LAYERS_PER_BLOCK = 2
 """Of the UNet of Stable Diffusion XL."""
 
+OTHER_ADAPTERS = {
+    "dora_scale": "DoRA",
+    "lora_mid": "LoCon with Tucker decomposition",
+    "hada_": "LoHa",
+    "lokr_": "LoKr",
+    "oft_": "OFT",
+    "diff": "differences of whole weights",
+}
+"""Adapters that are no pairs of two matrices, by how the names of their tensors begin."""
+
 
 def to_kohya(layers: Mapping[str, Tensor], pipeline_class: str) -> dict[str, Tensor]:
     """Adapters by kohya's names.
@@ -105,11 +115,12 @@ def from_kohya(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Adapters by diffusers' names, with a scale of 1: alphas are multiplied into the matrices.
 
     Raises:
-        ConfigError: the names are of no model that is supported, the file lacks a matrix, or it has adapters of an
-            encoder that diffusers gives none.
+        ConfigError: the names are of no model that is supported, the file lacks a matrix, or it has adapters of another
+            kind, or of an encoder that diffusers gives none.
     """
     from diffusers.loaders import lora_conversion_utils as converters
 
+    _refuse_other_adapters(stored)
     copy = {name: weight.clone() for name, weight in stored.items()}
     names = " ".join(copy)
     if unread := next((name for name in copy if re.match(r"lora_te(?!_|1_|2_)", name)), None):
@@ -131,16 +142,30 @@ def from_kohya(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     raise ConfigError(f"these are no adapters with names of kohya's for {SUPPORTED}")
 
 
+def _refuse_other_adapters(stored: Mapping[str, Tensor]) -> None:
+    """Raises ConfigError for adapters that diffusers' pairs of matrices do not hold."""
+    for name in stored:
+        matrix = name.partition(".")[2]
+        kind = next((kind for begin, kind in OTHER_ADAPTERS.items() if matrix.startswith(begin)), None)
+        if kind is not None:
+            raise ConfigError(
+                f"{name} is of {kind}, and LoRA alone is read, pairs of lora_down and lora_up: merge such adapters "
+                "into their model with the program that trained them"
+            )
+
+
 def _from_flux(converters: object, stored: dict[str, Tensor]) -> dict[str, Tensor]:
     # diffusers' converter forgets the alphas of the final layers, and the prefix of all layers outside of the blocks
     for name in [key for key in stored if key.startswith("lora_unet_final_layer_") and key.endswith(".alpha")]:
         _fold_alpha(stored, name.removesuffix(".alpha"))
     layers = converters._convert_kohya_flux_lora_to_diffusers(stored)  # type: ignore[attr-defined]
+    encoders = _of_text_encoders(layers)
     prefixed = {
-        name if name.startswith(("transformer.", "text_encoder.")) else f"transformer.{name}": weight
+        name if name.startswith("transformer.") else f"transformer.{name}": weight
         for name, weight in layers.items()
+        if not name.startswith("text_encoder.")
     }
-    return _without_padding(prefixed)
+    return _without_padding(prefixed) | encoders
 
 
 def _fold_alpha(stored: dict[str, Tensor], layer: str) -> None:
@@ -237,7 +262,19 @@ def _from_stable_diffusion(converters: object, stored: dict[str, Tensor]) -> dic
         stored = rename(stored, SimpleNamespace(layers_per_block=LAYERS_PER_BLOCK))
     convert = converters._convert_non_diffusers_lora_to_diffusers  # type: ignore[attr-defined]
     layers, _ = convert(stored)
-    return convert_unet_state_dict_to_peft(layers)
+    unet = {name: weight for name, weight in layers.items() if name.startswith("unet.")}
+    return convert_unet_state_dict_to_peft(unet) | _of_text_encoders(layers)
+
+
+def _of_text_encoders(layers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The adapters of text encoders among those that a converter of diffusers returned, as its scripts name them now.
+
+    Their layers are called otherwise than a UNet's: q_proj, and not to_q.
+    """
+    from diffusers.utils.state_dict_utils import StateDictType, convert_state_dict_to_diffusers
+
+    encoders = {name: weight for name, weight in layers.items() if name.startswith("text_encoder")}
+    return convert_state_dict_to_diffusers(encoders, StateDictType.DIFFUSERS_OLD)
 
 
 def _alpha_like(name: str, value: Tensor, stored: Mapping[str, Tensor]) -> Tensor:
