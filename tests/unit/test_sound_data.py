@@ -225,7 +225,7 @@ def test_columns_that_name_a_part_of_a_file_are_said_to_have_no_effect(tmp_path:
         assert ["column 'Offset' has no effect" in line for line in said] == [True] * num_said
     config = ImageTextDataConfig(data_type="image_text", train_path=str(tmp_path / "t.jsonl"), height=8, width=8)
     assert open_captioned(config, 0).unused_files() == []
-    with pytest.raises(DataError, match="sound file not found: .*a.wav"):
+    with pytest.raises(DataError, match=r"sound file not found: .*a\.wav"):
         open_sounds(tmp_path / "t.jsonl").picture(0)
 
 

@@ -157,8 +157,8 @@ class ImageTextDataset:
         first = range(0 if self._endings == IMAGE_ENDINGS else min(len(self.rows), 100))
         columns = {str(column) for index in first for column in self.rows[index]}
         return [
-            f"data.train_path: column {column!r} has no effect: each row is read as if it were about the whole file; where "
-            "it is about a part, cut that out (ffmpeg -ss -to)"
+            f"data.train_path: column {column!r} has no effect: each row is read as if it were about the whole file; "
+            "where it is about a part, cut that out (ffmpeg -ss -to)"
             for column in sorted(columns)
             if column.casefold() in PART_COLUMNS
         ][:1]
