@@ -162,8 +162,8 @@ class CutTexts:
         for text, tokens in zip(texts, tokenizer(list(texts), verbose=False).input_ids, strict=True):
             if len(tokens) > limit:
                 self._note = (
-                    f"its model reads the first {limit} tokens of a prompt; longer ones are cut, the first of which begins "
-                    f"with {text[:60]!r}"
+                    f"its model reads the first {limit} tokens of a prompt; longer ones are cut, the first of which "
+                    f"begins with {text[:60]!r}"
                 )
                 return
 
