@@ -87,6 +87,11 @@ class PretrainedReward(Reward):
                 values += self.score_batch(network, samples[start : start + self.batch_size]).tolist()
         return values
 
+    def take_notes(self) -> list[str]:
+        """As ``Reward.take_notes``, with a prompt that the model does not read to its end; none with ``process``."""
+        cut_texts = None if self.process else getattr(self._network(), "cut_texts", None)
+        return super().take_notes() + (cut_texts.take_notes() if cut_texts is not None else [])
+
     def _network(self) -> Any:
         try:
             return import_function(self.loader)(self.model_path, self.device, self.dtype)

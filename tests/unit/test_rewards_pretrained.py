@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from sfumato.errors import ConfigError, DataError
 from sfumato.rewards.base import Sample
+from sfumato.rewards.networks.folder import CutTexts
 from sfumato.rewards.pretrained import (
     Aesthetic,
     ClipScore,
@@ -173,6 +174,20 @@ def test_long_prompts_are_cut_off_and_keep_their_end_token(folders):
     long = [Sample(image=image, prompt="red blue " * 50 + last, group_id=0) for last in ("cat", "dog")]
     first, second = reward.score(long)
     assert first == second and math.isfinite(first)
+
+
+@pytest.mark.parametrize("kind", ["clip_score", "image_reward"])
+def test_a_prompt_that_is_cut_is_said_once(folders, kind):
+    """A run would follow a reward that never sees the end of its prompts."""
+    reward = build(kind, folders, batch_size=2)
+    network = reward._network()
+    network.cut_texts = CutTexts()
+    (image,) = images(1)
+    short, long = (Sample(image=image, prompt=text, group_id=0) for text in ("red cat", "red blue " * 50 + "dog"))
+    assert Scorer([reward]).score([short]).notes == []
+    (note,) = Scorer([reward]).score([short, long, long]).notes
+    assert note.startswith(f"{reward.label}: its model reads the first ") and "begins with 'red blue red" in note
+    assert Scorer([reward]).score([long]).notes == []
 
 
 def linear_head(features, tensors):

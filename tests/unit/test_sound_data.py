@@ -216,6 +216,19 @@ def test_tables_and_folders(tmp_path: Path) -> None:
         open_sounds(tmp_path / "none")
 
 
+def test_columns_that_name_a_part_of_a_file_are_said_to_have_no_effect(tmp_path: Path) -> None:
+    """As in the manifests of NeMo, of which all rows of a file would be its beginning, with other captions."""
+    rows = [{"audio": "a.wav", "text": "a"}, {"audio": "a.wav", "text": "b", "Offset": 4.0, "duration": 2.0}]
+    for limit, num_said in ((2, 1), (1, 0)):
+        (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:limit]))
+        said = open_sounds(tmp_path / "t.jsonl").unused_files()
+        assert ["column 'Offset' has no effect" in line for line in said] == [True] * num_said
+    config = ImageTextDataConfig(data_type="image_text", train_path=str(tmp_path / "t.jsonl"), height=8, width=8)
+    assert open_captioned(config, 0).unused_files() == []
+    with pytest.raises(DataError, match=r"sound file not found: .*a\.wav"):
+        open_sounds(tmp_path / "t.jsonl").picture(0)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

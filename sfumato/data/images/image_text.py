@@ -40,6 +40,13 @@ if TYPE_CHECKING:
 SHARD_ENDINGS = {".parquet", ".arrow", ".tar", ".jsonl"}
 """Endings of tables; a folder that has some of them, and no pictures beside them, is read as these tables."""
 
+PART_COLUMNS = {
+    "offset", "start", "start_time", "start_timestamp", "start_sec", "start_frame", "begin", "frame_idx", "cut",
+    "timestamp", "timestamps",
+}  # fmt: skip
+"""Columns by which tables of videos and sounds say which part of a file is meant: of NeMo, Open-Sora-Plan, Panda-70M,
+InternVid and others."""
+
 KEYS = ("image_key", "text_key", "source_image_key")
 
 Item = TypeVar("Item")
@@ -134,14 +141,27 @@ class ImageTextDataset:
         return len(self.rows)
 
     def unused_files(self) -> list[str]:
-        """Lines about files of a folder that look like data and are in no row."""
+        """Lines about what looks like data and is not used: files of a folder that are in no row, and columns that say
+        which part of a video or sound a row means."""
         if isinstance(self.rows, FolderRows):
             return [*self._notes, *self.rows.unused]
+        notes = [*self._notes, *self._describe_parts()]
         if not self._path.is_dir():
-            return []
+            return notes
         others = [self.config.source_image_key, *([self.config.mask_key] if self.config.mask_key else [])]
         unlisted = describe_unlisted(self._path, self.rows, lambda row: [self._image_key(row), *others], self._endings)
-        return [*self._notes, *unlisted]
+        return [*notes, *unlisted]
+
+    def _describe_parts(self) -> list[str]:
+        """A line about ``PART_COLUMNS`` among the first rows of a table of videos or sounds; none without."""
+        first = range(0 if self._endings == IMAGE_ENDINGS else min(len(self.rows), 100))
+        columns = {str(column) for index in first for column in self.rows[index]}
+        return [
+            f"data.train_path: column {column!r} has no effect: each row is read as if it were about the whole file; "
+            "where it is about a part, cut that out (ffmpeg -ss -to)"
+            for column in sorted(columns)
+            if column.casefold() in PART_COLUMNS
+        ][:1]
 
     def describe(self, index: int) -> str:
         """File and row, for messages."""
@@ -154,7 +174,8 @@ class ImageTextDataset:
     def file(self, index: int) -> File:
         """The file of a row's image, or its content. Raises DataError when there is none."""
         row = self.rows[index]
-        return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index))
+        kind = self._kind.removesuffix("s")
+        return find_file(row, self._image_key(row), self.rows.folder(index), self.describe(index), kind)
 
     def files(self, index: int, with_source: bool = False) -> list[File]:
         """All files that the pixels of a row are read from.

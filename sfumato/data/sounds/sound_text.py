@@ -62,7 +62,7 @@ class SoundTextDataset(ImageTextDataset):
         assert self._rate, "take_format was not called"
         row = self.rows[index]
         where = self.describe(index)
-        file = find_file(row, self._image_key(row), self.rows.folder(index), where)
+        file = find_file(row, self._image_key(row), self.rows.folder(index), where, "sound")
         waveform, milliseconds = read_waveform(file, self._rate, self._channels, self.size[1], where)
         return Picture(torch.from_numpy(waveform), torch.tensor([1, milliseconds, 0, 0], dtype=torch.int32))
 

@@ -14,6 +14,7 @@ from PIL import Image
 from torch import nn
 
 from sfumato.rewards.networks.folder import (
+    CutTexts,
     assign_tensors,
     check_folder,
     check_model_type,
@@ -46,6 +47,7 @@ class Embedder:
         self.dtype = dtype
         self.lock = threading.Lock()
         self.tokenizer: PreTrainedTokenizerFast | None = None
+        self.cut_texts = CutTexts()
         self.model_type = check_model_type(folder, IMAGE_MODELS)
         self.processor = load_image_processor(folder)
         self.model: Any = load_model(AutoModel, folder, dtype, device)  # one of three classes without a common base
@@ -87,6 +89,7 @@ class Embedder:
         assert self.tokenizer is not None, "an embedder of images alone has no tokenizer"
         # padded to the full length, as CLIP was trained
         length = self.model.config.text_config.max_position_embeddings
+        self.cut_texts.look(self.tokenizer, texts, length)
         tokens = self.tokenizer(texts, padding="max_length", truncation=True, max_length=length, return_tensors="pt")
         features = self.model.get_text_features(
             input_ids=tokens.input_ids.to(self.device), attention_mask=tokens.attention_mask.to(self.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -146,6 +146,33 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
         return load_pretrained(AutoTokenizer, folder)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"model_path {folder}: transformers cannot load its tokenizer: {error}") from error
+
+
+class CutTexts:
+    """Says once of a network that it does not read texts to their end. The caller holds the network's lock."""
+
+    def __init__(self) -> None:
+        self._note = ""
+        self._is_said = False
+
+    def look(self, tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], limit: int) -> None:
+        """Looks for a text of more than ``limit`` tokens, until there was one."""
+        if self._note:
+            return
+        for text, tokens in zip(texts, tokenizer(list(texts), verbose=False).input_ids, strict=True):
+            if len(tokens) > limit:
+                self._note = (
+                    f"its model reads the first {limit} tokens of a prompt; longer ones are cut, the first of which "
+                    f"begins with {text[:60]!r}"
+                )
+                return
+
+    def take_notes(self) -> list[str]:
+        """The line about it, the first time."""
+        if not self._note or self._is_said:
+            return []
+        self._is_said = True
+        return [self._note]
 
 
 def iterate_tensors(folder: Path, name: str) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,14 @@ import torch
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError, MissingDependencyError
-from sfumato.rewards.networks.folder import check_folder, check_model_type, load_model, load_tokenizer, loader_of
+from sfumato.rewards.networks.folder import (
+    CutTexts,
+    check_folder,
+    check_model_type,
+    load_model,
+    load_tokenizer,
+    loader_of,
+)
 from sfumato.tracking.waveforms import Waveform
 
 
@@ -68,6 +75,7 @@ class ClapNetwork:
         self.model: Any = load_model(ClapModel, folder, dtype, device)
         self.extractor = load_extractor(folder)
         self.tokenizer = load_tokenizer(folder)
+        self.cut_texts = CutTexts()
 
     def cosines(self, sounds: Sequence[Waveform], prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each sound with its prompt, the mean over the sound's windows: float32 [B] on the CPU."""
@@ -83,6 +91,7 @@ class ClapNetwork:
             is_longer=is_longer.to(self.device),
         ).pooler_output
         limit = self.model.config.text_config.max_position_embeddings - 2  # positions begin behind the padding's
+        self.cut_texts.look(self.tokenizer, prompts, limit)
         tokens = self.tokenizer(list(prompts), padding=True, truncation=True, max_length=limit, return_tensors="pt")
         read = self.model.get_text_features(**tokens.to(self.device)).pooler_output
         counts = [len(parts) for parts in windows]

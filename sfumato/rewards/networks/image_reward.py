@@ -16,6 +16,7 @@ from PIL import Image
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.embedder import PIXEL_MEAN, PIXEL_STD, build_score_head
 from sfumato.rewards.networks.folder import (
+    CutTexts,
     assign_tensors,
     check_folder,
     iterate_tensors,
@@ -57,6 +58,7 @@ class ImageRewardNetwork:
         self.device = device
         self.dtype = dtype
         self.tokenizer = load_tokenizer(folder)
+        self.cut_texts = CutTexts()
         tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))
         vision, text, head = split_tensors(tensors)
         self.vision = _build_vision(vision, folder).to(device, dtype)  # pyright: ignore[reportArgumentType]
@@ -81,6 +83,7 @@ class ImageRewardNetwork:
 
     def _score(self, prepared: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         pixels = prepared.to(self.device, self.dtype)
+        self.cut_texts.look(self.tokenizer, prompts, MAX_TOKENS)
         tokens = self.tokenizer(
             prompts, padding="max_length", truncation=True, max_length=MAX_TOKENS, return_tensors="pt"
         )
