@@ -71,7 +71,18 @@ def use_older_tokenizer_names(folder: Path) -> None:
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
     if "model_specific_special_tokens" in config:
         config["extra_special_tokens"] = config.pop("model_specific_special_tokens")
+    # such as image_token, which processors of transformers 4 find in the mapping alone
+    named = {name: text for name, text in config.items() if _names_token(name) and isinstance(text, str)}
+    if named:
+        config.setdefault("extra_special_tokens", named)
     _write(config, path)
+
+
+def _names_token(key: str) -> bool:
+    """Whether a key of a tokenizer_config.json names a token that transformers' tokenizers have no field of their own
+    for."""
+    own = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    return key.endswith("_token") and key not in own
 
 
 def use_older_names_in_pipeline(folder: Path) -> None:

@@ -177,6 +177,19 @@ def test_an_export_has_the_chat_template_of_the_run_alone(is_described: bool, tm
     assert ("chat_template" in kept) == (not is_described)
 
 
+@pytest.mark.parametrize(("kind", "name"), [("internvl", "start_image_token"), ("gemma3", "boi_token")])
+def test_exports_name_the_tokens_that_processors_ask_for(kind: str, name: str, tmp_path: Path) -> None:
+    described = tiny_config(kind, kind)
+    tokenizer = build_byte_tokenizer()
+    add_image_tokens(tokenizer, described)
+    save_tokenizer(tokenizer, tmp_path)
+    read = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    token = getattr(tokenizer, name)
+    assert (getattr(read, name), getattr(read, f"{name}_id")) == (token, tokenizer.convert_tokens_to_ids(token))
+    named = json.loads((tmp_path / "tokenizer_config.json").read_text())["extra_special_tokens"]
+    assert named[name] == token  # where transformers 4 looks for it
+
+
 def test_an_export_of_emu3_has_the_chat_template_of_the_run(tmp_path: Path) -> None:
     config = load_config(TrainTextConfig, overrides=tiny_seeing_config(tmp_path, "emu3"))
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)

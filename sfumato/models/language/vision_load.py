@@ -86,12 +86,14 @@ def _named_tokens(described: PreTrainedConfig) -> dict[str, str]:
 
 
 def _name_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedConfig) -> None:
-    """Sets the attributes of a tokenizer from which processors read their tokens, where the tokenizer has these."""
-    for name, token in _named_tokens(described).items():
-        if hasattr(tokenizer, name) or token not in tokenizer.get_vocab():
-            continue
-        setattr(tokenizer, name, token)
-        setattr(tokenizer, f"{name}_id", tokenizer.convert_tokens_to_ids(token))
+    """Names tokens of a tokenizer as processors ask it for them, where it has these tokens; exports keep the names."""
+    vocabulary = tokenizer.get_vocab()
+    named = {
+        name: token
+        for name, token in _named_tokens(described).items()
+        if not hasattr(tokenizer, name) and token in vocabulary
+    }
+    tokenizer._set_model_specific_special_tokens(named)  # pyright: ignore[reportArgumentType]
 
 
 def build_vision(
