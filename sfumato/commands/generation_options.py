@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import io
 import sys
 from pathlib import Path
@@ -37,10 +38,12 @@ def parse_natural(text: str) -> int:
 def read_any_bytes() -> None:
     """Has standard input give bytes that are no text as halves of surrogate pairs, which ``check_line`` refuses.
 
-    Reading itself would end with an error of Python, and lose the lines before, since it decodes many at once.
+    Reading itself would end with an error of Python, and lose the lines before, since it decodes many at once. Where
+    the environment names no language, Python takes ASCII, which is a part of UTF-8.
     """
     if isinstance(sys.stdin, io.TextIOWrapper):
-        sys.stdin.reconfigure(errors="surrogateescape")
+        is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"
+        sys.stdin.reconfigure(encoding="utf-8" if is_ascii else None, errors="surrogateescape")
 
 
 def check_line(line: str) -> str:

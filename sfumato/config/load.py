@@ -10,6 +10,7 @@ import difflib
 import functools
 import json
 import re
+import shlex
 import sys
 from collections.abc import Hashable, Mapping
 from pathlib import Path
@@ -237,7 +238,10 @@ def parse_overrides(arguments: list[str]) -> Overrides:
             value = rest.pop(0)
         if name.count(".") > DEEPEST:
             raise ConfigError(f"--{short_name}: no field lies {name.count('.')} sections deep")
-        parsed = parse_yaml(value, f"the value of --{short_name}")
+        try:
+            parsed = parse_yaml(value, f"the value of --{short_name}")
+        except ConfigError as error:
+            raise ConfigError(f"{error}{_quoted_text(short_name, value)}") from error
         if isinstance(parsed, str) and _is_plain_line(value):
             parsed = value.strip()  # in which YAML would take ` #` for the begin of a comment
         target: JsonObject = overrides
@@ -252,6 +256,13 @@ def parse_overrides(arguments: list[str]) -> Overrides:
         target[last] = parsed
         written[last] = parse_yaml(value, f"the value of --{short_name}", as_written=True)
     return overrides
+
+
+def _quoted_text(name: str, value: str) -> str:
+    """The end of a message about an override that may be meant as text: how it is written where YAML reads it so."""
+    if len(value) > LONGEST_SHOWN or not _is_plain_line(value):
+        return ""
+    return f"; as a text it is written --{name} {shlex.quote(json.dumps(value, ensure_ascii=False))}"
 
 
 def _is_plain_line(value: str) -> bool:
@@ -516,8 +527,25 @@ def _describe_one(
         return f"{where}: required, but not set"
     message = _cut(error["msg"].removeprefix("Value error, "), LONGEST_MESSAGE)
     value = error.get("input")
+    if where.startswith("--") and error["type"] == "string_type" and isinstance(value, (dict, list)):
+        message = (
+            f"YAML reads this as a {'list' if isinstance(value, list) else 'mapping'}: write a text in quotes within "
+            f"quotes, {where} '\"TEXT\"'"
+        )
+    elif error["type"] in ("list_type", "tuple_type"):
+        message = _explain_list(where, value) or message
     shown = f" (given: {shorten(value)})" if isinstance(value, (str, int, float, bool, type(None))) else ""
     return f"{where}: {message}{shown}"
+
+
+def _explain_list(where: str, value: object) -> str:
+    """What to write in the place of a value that is no list; empty where that is not known."""
+    if isinstance(value, dict) and value and all(re.fullmatch("-?[0-9]+", str(key)) for key in value):
+        return "the file has no list here whose entries could be changed by their numbers: give the whole list"
+    if isinstance(value, str) and value.isprintable():
+        text = f"[{value.strip('()')}]"
+        return f"a list is written {where} '{text}'" if where.startswith("--") else f"a list is written {text}"
+    return ""
 
 
 def shorten(value: object) -> str:

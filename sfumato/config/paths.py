@@ -18,8 +18,9 @@ LONGEST_PATH = 4095
 """Bytes of a name and of a whole path that Linux takes."""
 
 
-VARIABLE = re.compile(r"\$(\{\w+\}|[A-Za-z_]\w*)")
-"""An environment variable as shells write it."""
+VARIABLE = re.compile(r"\$(\{[^}]+\}|\([^)]+\)|[A-Za-z_]\w*)")
+"""An environment variable as shells write it, what a command prints (``$(date)``), and values as OmegaConf names them
+(``${oc.env:HOME}``)."""
 
 
 def check_path(path: str) -> str:
@@ -34,7 +35,7 @@ def check_path(path: str) -> str:
         raise ValueError("None would be a path of this name: write null for no path")
     if (variable := VARIABLE.search(path)) and not os.path.exists(path):
         raise ValueError(
-            f"{variable[0]} would be a part of the path, since environment variables are not replaced here: write it "
+            f"{variable[0]} would be a part of the path, since variables are not replaced here: write it "
             "out, or give the path on the command line, where the shell replaces them"
         )
     if any(ord(letter) < 32 or 0xD800 <= ord(letter) < 0xE000 for letter in path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import sys
@@ -16,11 +17,15 @@ class BestEffortStream:
     """A stream whose reader may go away: what can no longer be written is dropped, and the process goes on.
 
     Writing fails when a terminal was closed, a pipe has lost its reader (``| tee`` that was killed), or the disk of a
-    redirected log is full. ``log.txt`` of a run has its messages all the same.
+    redirected log is full. ``log.txt`` of a run has its messages all the same. Letters that a terminal of another
+    encoding than UTF-8 does not have, as in names of folders and in answers, are written by their numbers.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError):  # it is flushed first
+                stream.reconfigure(errors="backslashreplace")
 
     def write(self, text: str) -> int:
         """Writes text, if somebody takes it. Returns its length."""

@@ -93,11 +93,11 @@ def test_commands_take_back_begin_anew_and_save(folder, monkeypatch, capsys, tmp
 
 
 def test_lines_that_are_no_text_are_refused_and_those_before_are_answered(folder, monkeypatch, capsys):
-    piped = io.TextIOWrapper(io.BytesIO(b"Who?\n\xff\n"), encoding="utf-8")
+    piped = io.TextIOWrapper(io.BytesIO(b"Wh\xc3\xa4?\n\xff\n"), encoding="ascii")
     monkeypatch.setattr("sys.stdin", piped)
     assert main(["chat", str(folder), "--temperature", "0", "--max-new-tokens", "8"]) == 2
     out, err = capsys.readouterr()
-    assert out.splitlines() == shown(expected_answers(folder, ["Who?"]))
+    assert out.splitlines() == shown(expected_answers(folder, ["Wh\u00e4?"]))
     assert "not text in UTF-8" in err
 
 

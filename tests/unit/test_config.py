@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import shlex
 import sys
 import typing
 from pathlib import Path
@@ -268,6 +269,28 @@ def test_an_override_without_a_value(dit_file, rest):
 @pytest.mark.parametrize("argument", ["train.lr=3", "-train.lr", "--"])
 def test_an_argument_that_is_no_override(dit_file, argument):
     assert f"unexpected argument {argument!r}" in refusal(TrainDitConfig, dit_file, argument, "3")
+
+
+@pytest.mark.parametrize("text", ["@notes", "*star", "[run 1] a", "%d"])
+def test_a_text_that_is_no_yaml_is_shown_as_it_is_written(dit_file, text):
+    with pytest.raises(ConfigError) as caught:
+        parse_overrides(["--train.output_dir", text])
+    command = str(caught.value).partition("as a text it is written ")[2]
+    overrides = parse_overrides(shlex.split(command))
+    assert load_config(TrainDitConfig, dit_file, overrides).train.output_dir == text
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "remedy"),
+    [
+        ("output_dir", "runs/a: b", "mapping: write a text in quotes within quotes, --train.output_dir '"),
+        ("trackers", "wandb", "a list is written --train.trackers '[wandb]'"),
+        ("betas", "(0.9,0.95)", "a list is written --train.betas '[0.9,0.95]'"),
+        ("betas.1", "0.95", "--train.betas: the file has no list here whose entries could be changed"),
+    ],
+)
+def test_values_of_another_form_are_told_how_they_are_written(dit_file, name, value, remedy):
+    assert remedy in refusal(TrainDitConfig, dit_file, f"--train.{name}", value)
 
 
 def test_overrides_with_an_equals_sign_and_negative_numbers(dit_file):

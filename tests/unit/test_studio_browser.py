@@ -216,6 +216,9 @@ def test_curves_are_searched_flat_ones_folded_and_a_stretch_is_fetched_anew(stud
     page.wait_for_selector("figure[data-metric='loss'] canvas")
     assert page.locator("figure[data-metric=lr]").count() == 0
     assert page.locator("summary:has-text('flat')").count() == 1
+    page.fill("input[type=search]", "no metric at all")
+    page.wait_for_selector("text=no metric has that in its name")
+    assert page.locator("figure").count() == 0
     page.fill("input[type=search]", "^policy/|^loss")
     expect(page.locator("figure")).to_have_count(2)
     plot = page.locator("figure[data-metric=loss] .u-over")

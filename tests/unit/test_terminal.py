@@ -52,6 +52,14 @@ def test_what_somebody_reads_is_written(monkeypatch: pytest.MonkeyPatch) -> None
     assert stream.getvalue() == "a line\n"
 
 
+def test_letters_that_the_terminal_does_not_have_end_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.TextIOWrapper(written := io.BytesIO(), encoding="latin-1")
+    monkeypatch.setattr(sys, "stdout", stream)
+    outlive_readers()
+    print("h\u00e4 \u6f22 \udcff", flush=True)
+    assert written.getvalue() == b"h\xe4 \\u6f22 \\udcff\n"
+
+
 SCRIPT = """
 import os, sys
 from sfumato.tracking.terminal import outlive_readers

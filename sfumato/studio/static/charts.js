@@ -6,6 +6,8 @@ import {h, number} from "./dom.js";
 
 export const COLOURS = ["accent", "score", "update", "sync", "evaluate", "save", "bad", "muted"];
 const HEIGHT = 180;
+// a step is a whole number
+const STEP_TICKS = Array.from({length: 48}, (_, i) => [1, 2, 5][i % 3] * 10 ** Math.floor(i / 3));
 
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
@@ -86,10 +88,10 @@ export class CurveFigure {
     const axis = {stroke: () => colour("muted"), grid: {stroke: () => colour("line"), width: 0.8}, ticks: {show: false},
       font: "11px system-ui, sans-serif"};
     return {
-      width: plotWidth(this.place), height: HEIGHT, legend: {show: false}, padding: [8, 8, 0, 0],
+      width: plotWidth(this.place), height: HEIGHT, legend: {show: false}, padding: [8, 32, 0, 0],
       scales: {x: {time: false}, y: {range: limits}, beside: {range: limits}},
       cursor: {sync: {key: "steps", scales: ["x", null]}, drag: {x: true, y: false}, points: {size: 6}},
-      axes: [{...axis, size: 26}, {...axis, size: (plot, texts) => axisWidth(texts), values: (plot, ticks, index, space, step) => ticks.map((value) => tick(value, step))}],
+      axes: [{...axis, size: 26, incrs: STEP_TICKS}, {...axis, size: (plot, texts) => axisWidth(texts), values: (plot, ticks, index, space, step) => ticks.map((value) => tick(value, step))}],
       series: [{}, ...series.map((item) => ({
         label: item.label, width: item.width, dash: item.dash, scale: item.scale ?? "y", alpha: item.alpha,
         stroke: () => colour(item.alpha < 1 ? item.base : item.shade), spanGaps: true,

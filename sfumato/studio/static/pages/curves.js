@@ -14,12 +14,12 @@ export async function show(view, parameters, {keepInAddress}) {
   const body = h("div");
   fill(view, h("div", {class: "tools"}, search, picker), legend(run, runs), body);
   let figures = new FigureList();
-  let names = "";
+  let names = null;
   let timer;
 
   search.oninput = () => {
     clearTimeout(timer);
-    timer = setTimeout(() => { keepInAddress({search: search.value}); names = ""; update(); }, 150);
+    timer = setTimeout(() => { keepInAddress({search: search.value}); names = null; update(); }, 150);
   };
   picker.onchange = () => { location.hash = link("curves", {run, with: [...runs.slice(1), picker.value], search: search.value}); };
   get("/api/names").then(({names: all}) => picker.append(...all.filter((name) => !runs.includes(name)).map((name) =>

@@ -16,7 +16,7 @@ export async function show(view, parameters) {
   fill(view, top, buttons?.section, h("h2", {}, "Curves"), curves,
     h("p", {class: "note"}, h("a", {href: link("curves", {run})}, "all curves")), samples, bottom);
   const figures = new FigureList();
-  let names = "";
+  let names = null;
   let samplesShown = "";
 
   async function update() {
