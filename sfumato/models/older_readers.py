@@ -7,9 +7,15 @@ without a word, takes another precision, or cannot load the tokenizer. transform
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sfumato.config.file_checks import read_json_object
+
+if TYPE_CHECKING:
+    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 LAYER_TYPES = {"full_attention", "sliding_attention"}
 """The kinds of layers of which transformers 4 knows rotary positions of their own."""
@@ -101,3 +107,31 @@ def use_older_names_in_pipeline(folder: Path) -> None:
 def _write(config: dict[str, object], path: Path) -> None:
     """Writes a file of settings as transformers does."""
     path.write_text(f"{json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False)}\n", encoding="utf-8")
+
+
+def copy_parts_of_source(folder: Path, source: Path, pipeline: DiffusionPipeline, freed: Iterable[str]) -> None:
+    """Puts parts that a run did not change into the folder of an exported pipeline, as they came.
+
+    Tokenizers are written by transformers 5 without the files that the classes of the same names read in transformers
+    4. Freed encoders are not in the pipeline any more.
+
+    Args:
+        folder: the exported pipeline; its model_index.json is written anew.
+        source: the folder from which the pipeline was loaded.
+        pipeline: the pipeline that was written.
+        freed: names of the encoders that were freed.
+    """
+    from transformers import PreTrainedTokenizerBase
+
+    index_path = folder / "model_index.json"
+    index = read_json_object(index_path)
+    original = read_json_object(source / "model_index.json")
+    parts = pipeline.components.items()
+    names = [name for name, part in parts if isinstance(part, PreTrainedTokenizerBase) and name in original]
+    for name in (*names, *freed):
+        if (source / name).is_dir():
+            if (folder / name).is_dir():  # not of encoders that were freed
+                shutil.rmtree(folder / name)
+            shutil.copytree(source / name, folder / name)
+        index[name] = original.get(name, [None, None])
+    index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")

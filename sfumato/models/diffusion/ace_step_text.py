@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -33,8 +32,8 @@ def _split_at(heading: re.Pattern[str], text: str) -> tuple[str, str]:
 class ACEStepText(WaveformLatents):
     """Base class of ACE-Step: embeddings of captions and lyrics."""
 
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "condition_encoder")
-    shortest_prompt: ClassVar[int] = 2
+    encoder_names = ("text_encoder", "condition_encoder")
+    shortest_prompt = 2
 
     def prompt_as_read(self, prompt: str) -> str:
         """Caption and lyrics in their templates, which count towards the limit together."""

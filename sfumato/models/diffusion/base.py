@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import shutil
 import sys
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -37,6 +35,7 @@ if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from peft import LoraConfig
 
+    from sfumato.models.diffusion.described import Blueprint
     from sfumato.parallel.keyed_dropout import DropoutKeys
 
     class DiffusersModule(nn.Module):
@@ -103,8 +102,7 @@ class DiffusionModel(FrozenParts):
             source: the folder that the pipeline was loaded from, if any.
 
         Raises:
-            ConfigError: when the noise levels of the pipeline's scheduler cannot be reproduced here, or
-                ``check_frozen_parts`` refuses an encoder.
+            ConfigError: when a component cannot be used, or the scheduler's noise levels cannot be reproduced here.
         """
         super().__init__(pipeline)
         self.max_sequence_length = max_sequence_length
@@ -118,8 +116,10 @@ class DiffusionModel(FrozenParts):
         # The class before ``parallelize``: fully_shard replaces the class of a module by a subclass of its own.
         self._plain_class: type[DiffusersModule] | None = None
         self._dropout: DropoutKeys | None = None
+        self.check_components()
         self.check_scheduler()
         check_frozen_parts(pipeline)
+        self.prepare_denoiser(self.denoiser)
 
     @classmethod
     def pipeline_type(cls) -> type[DiffusionPipeline]:
@@ -142,17 +142,24 @@ class DiffusionModel(FrozenParts):
         return [name for name in (*names, "scheduler", *tokenizers) if name in accepted]
 
     @classmethod
-    @abstractmethod
+    def blueprint(cls) -> Blueprint:
+        """Of what a pipeline consists that ``build`` makes. Raises ValueError of a family that is loaded alone."""
+        raise ValueError(f"{cls.__name__} has no blueprint: give model.model_path")
+
+    @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
         """Makes a pipeline of this family with random weights from a description (``model.config_path``).
 
         Args:
-            description: sections by name; which ones there are is stated by each family.
+            description: sections by name: those of ``build_pipeline``, unless a family states others.
             seed: seed of the weights.
 
         Raises:
             ValueError: for an unknown section or key, or when a section that is needed is missing.
         """
+        from sfumato.models.diffusion.described import build_pipeline
+
+        return build_pipeline(cls.pipeline_type(), cls.blueprint(), description, seed)
 
     @abstractmethod
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
@@ -174,6 +181,9 @@ class DiffusionModel(FrozenParts):
     @abstractmethod
     def sigmas(self, num_steps: int, latent_shape: Sequence[int]) -> Tensor:
         """Noise levels of a trajectory: float32 ``[num_steps + 1]``, from the schedule's first one (at most 1) to 0."""
+
+    def check_components(self) -> None:
+        """Raises ConfigError for components of the pipeline, or settings of them, that cannot be used here."""
 
     def check_scheduler(self) -> None:
         """Raises ConfigError when the pipeline's scheduler has settings that training or sampling here would ignore."""
@@ -333,6 +343,10 @@ class DiffusionModel(FrozenParts):
     def set_denoiser(self, denoiser: nn.Module) -> None:
         """Replaces the denoiser by another module."""
         setattr(self.pipeline, self.denoiser_name, denoiser)
+        self.prepare_denoiser(denoiser)
+
+    def prepare_denoiser(self, denoiser: nn.Module) -> None:
+        """Gives a denoiser the hooks that its family needs; it may have them already."""
 
     def predict_velocity(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, guidance_scale: float = 1.0
@@ -353,11 +367,10 @@ class DiffusionModel(FrozenParts):
         """
         guided = guidance_scale != 1.0 and not self.embeds_guidance
         scale = self.guidance_at(guidance_scale, sigma)
-        splits_branches = self.mesh is not None and self.mesh.layout.cfg > 1
+        cfg_mesh = self.mesh if self.mesh is not None and self.mesh.layout.cfg > 1 else None
         embeddings = conditioning.tensors
-        if guided and splits_branches:
-            assert self.mesh is not None
-            embeddings = conditioning.branch(self.mesh.rank_in("cfg"))
+        if guided and cfg_mesh is not None:
+            embeddings = conditioning.branch(cfg_mesh.rank_in("cfg"))
         elif guided:
             embeddings = conditioning.with_negative()
             latents = torch.cat([latents, latents])
@@ -369,16 +382,14 @@ class DiffusionModel(FrozenParts):
         # Before guidance, which multiplies the small difference of two velocities.
         velocity = velocity.float()
         if guided:
-            if splits_branches:
-                assert self.mesh is not None
-                unconditional, conditional = exchange_branches(velocity, self.mesh)
+            if cfg_mesh is not None:
+                unconditional, conditional = exchange_branches(velocity, cfg_mesh)
             else:
                 unconditional, conditional = velocity.chunk(2)
             velocity = self.guide(unconditional, conditional, scale)
-        elif splits_branches:
+        elif cfg_mesh is not None:
             # Both ranks computed the same velocity: halve the gradient, which is summed over them later.
-            assert self.mesh is not None
-            velocity = share_gradient(velocity, self.mesh)
+            velocity = share_gradient(velocity, cfg_mesh)
         return velocity
 
     @property
@@ -446,7 +457,7 @@ class DiffusionModel(FrozenParts):
         Raises:
             NonFiniteError: when another component has weights that are not finite.
         """
-        from sfumato.models.older_readers import use_older_names_in_pipeline
+        from sfumato.models.older_readers import copy_parts_of_source, use_older_names_in_pipeline
 
         weights = self.denoiser.state_dict() if weights is None else weights
         if self._adapters:
@@ -465,32 +476,11 @@ class DiffusionModel(FrozenParts):
         pipeline.register_modules(**self.split_denoiser(plain))
         pipeline.save_pretrained(folder, safe_serialization=True)
         use_older_names_in_pipeline(folder)
-        self._copy_parts_of_source(folder)
-
-    def _copy_parts_of_source(self, folder: Path) -> None:
-        """Puts parts that the run did not change into the folder of an exported pipeline, as they came.
-
-        Freed encoders are not in the pipeline any more. Tokenizers are written by transformers 5 without the files that
-        the classes of the same names read in transformers 4.
-        """
         assert self.source is not None or not self.encoders_freed, "encoders are freed only if they can be found again"
         # A folder that is gone by the end of a run costs no export that can do without it.
-        if self.source is None or not (self.encoders_freed or (self.source / "model_index.json").is_file()):
-            return
-        from transformers import PreTrainedTokenizerBase
-
-        index_path = folder / "model_index.json"
-        index = read_json_object(index_path)
-        original = read_json_object(self.source / "model_index.json")
-        parts = self.pipeline.components.items()
-        names = [name for name, part in parts if isinstance(part, PreTrainedTokenizerBase) and name in original]
-        for name in (*names, *(self.encoder_names if self.encoders_freed else ())):
-            if (self.source / name).is_dir():
-                if (folder / name).is_dir():  # not of encoders that were freed
-                    shutil.rmtree(folder / name)
-                shutil.copytree(self.source / name, folder / name)
-            index[name] = original.get(name, [None, None])
-        index_path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        if self.source is not None and (self.encoders_freed or (self.source / "model_index.json").is_file()):
+            freed = self.encoder_names if self.encoders_freed else ()
+            copy_parts_of_source(folder, self.source, self.pipeline, freed)
 
     def save_adapter(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Writes the LoRA adapter as diffusers reads it (``save_for_diffusers``), given the denoiser's whole weights.

@@ -1,13 +1,11 @@
-"""Pipelines with random weights, made from a description (``model.config_path``): what families share in ``build``."""
-
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
+"""Pipelines with random weights, made from a description (``model.config_path``) and a family's ``blueprint``."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,33 +44,37 @@ class TextPart:
 class Blueprint:
     """Of what a family's pipeline consists."""
 
-    pipeline: Callable[..., DiffusionPipeline]
-    denoiser: Callable[..., nn.Module]
-    """Class of the component ``transformer``."""
+    denoiser: str
+    """Class of the component ``transformer``, by its name in diffusers."""
     vae: Callable[..., nn.Module]
     texts: Mapping[str, TextPart]
     """Text encoders by the name of the component; the tokenizer of ``text_encoder_2`` is ``tokenizer_2``."""
     infer: Callable[[Keywords], dict[str, object]]
-    """Arguments of the denoiser that follow from the other components, by their names."""
-    outputs: Callable[[Any], Iterable[nn.Linear]]
-    """Layers of the denoiser that start at zero."""
-    scheduler: Callable[..., object] | None = None
-    """Class of the scheduler; None is FlowMatchEulerDiscreteScheduler."""
+    """Arguments of the denoiser that follow from the other components and ``settings``, by their names."""
+    outputs: tuple[str, ...] = ("proj_out",)
+    """Layers of the denoiser that start at zero, so that it predicts zero at first; ``*`` stands for any name."""
+    scheduler: str = "FlowMatchEulerDiscreteScheduler"
+    """Class of the scheduler, by its name in diffusers."""
     scheduler_settings: Mapping[str, object] = field(default_factory=dict)
     """Settings of the published scheduler, where a description gives no others."""
     settings: tuple[str, ...] = ()
     """Arguments of the pipeline that a description may set besides its sections."""
     further: Mapping[str, Callable[..., object]] = field(default_factory=dict)
     """Further components: functions of those that are made already, by name, and of the section."""
+    unused: tuple[str, ...] = ()
+    """Components of which others are made, and which the pipeline itself does not take."""
 
 
-def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
+def build_pipeline(
+    pipeline: Callable[..., DiffusionPipeline], blueprint: Blueprint, description: Mapping[str, object], seed: int
+) -> DiffusionPipeline:
     """Makes a pipeline with random weights.
 
     Sections are ``transformer``, ``vae``, ``scheduler``, ``tokenizer`` (words, ... of all tokenizers), one for each
     text encoder, and those of further components.
 
     Args:
+        pipeline: its class.
         blueprint: what the pipeline consists of.
         description: arguments of the components, by section.
         seed: seed of the weights.
@@ -82,16 +84,18 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
     """
     import diffusers
 
-    make_scheduler = blueprint.scheduler or diffusers.FlowMatchEulerDiscreteScheduler
+    make_denoiser = getattr(diffusers, blueprint.denoiser)
+    make_scheduler = getattr(diffusers, blueprint.scheduler)
     sections = {"pipeline", "transformer", "vae", "scheduler", "tokenizer"}
     text_sections = {text.section or name for name, text in blueprint.texts.items()}
     unknown_keys(description, {*sections, *text_sections, *blueprint.further, *blueprint.settings})
     known = dict.fromkeys(name for text in blueprint.texts.values() for name in text.tokenizer_arguments)
     words = checked_section(description, "tokenizer", [*known])
-    denoiser = section_of(description, "transformer", blueprint.denoiser)
+    denoiser = section_of(description, "transformer", make_denoiser)
     vae = section_of(description, "vae", blueprint.vae)
     scheduler = {**blueprint.scheduler_settings, **section_of(description, "scheduler", make_scheduler)}
-    parts: Keywords = {"scheduler": make_scheduler(**scheduler)}
+    parts: Keywords = {name: description[name] for name in blueprint.settings if name in description}
+    parts["scheduler"] = make_scheduler(**scheduler)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         for name, text in blueprint.texts.items():
@@ -99,10 +103,12 @@ def build_pipeline(blueprint: Blueprint, description: Mapping[str, object], seed
         parts["vae"] = blueprint.vae(**vae)
         for name, build in blueprint.further.items():
             parts[name] = build(parts, **section_of(description, name, build, reserved=["parts"]))
-        parts["transformer"] = blueprint.denoiser(**{**blueprint.infer(parts), **denoiser})
-        start_at_zero(*blueprint.outputs(parts["transformer"]))
-    settings = {name: description[name] for name in blueprint.settings if name in description}
-    return blueprint.pipeline(**parts, **settings)
+        parts["transformer"] = make_denoiser(**{**blueprint.infer(parts), **denoiser})
+        for output in blueprint.outputs:
+            layers = [layer for name, layer in parts["transformer"].named_modules() if fnmatchcase(name, output)]
+            assert layers, f"{blueprint.denoiser} has no {output}"
+            start_at_zero(*layers)
+    return pipeline(**{name: part for name, part in parts.items() if name not in blueprint.unused})
 
 
 def _add_text_part(

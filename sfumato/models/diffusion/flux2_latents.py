@@ -49,3 +49,7 @@ class Flux2Latents(KLLatents, FlowTokens):
     @property
     def patch(self) -> int:
         return 1  # latents are patches already
+
+    @property
+    def probe_size(self) -> int:
+        return self.vae_factor * PATCH

@@ -48,7 +48,7 @@ class FrozenParts(ABC):
 
     pipeline_class: ClassVar[str]
     """Name of the diffusers pipeline, as model_index.json has it."""
-    encoder_names: ClassVar[tuple[str, ...]]
+    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
     """Names of text encoders, which can be freed when all prompts are embedded."""
     autoencoder_names: ClassVar[tuple[str, ...]] = ("vae",)
     """Names of components that turn pixels into latents and back."""
@@ -132,12 +132,8 @@ class FrozenParts(ABC):
         Args:
             names: names of components; those that the pipeline lacks are ignored.
         """
-        components = [self.components[name] for name in names if name in self.components]
-        moved = (
-            []
-            if self.idle_device is None
-            else [component for component in components if device_of(component) != self.device]
-        )
+        parts = [self.components[name] for name in names if name in self.components]
+        moved = [part for part in parts if self.idle_device is not None and device_of(part) != self.device]
         try:
             for component in moved:
                 component.to(self.device)
@@ -248,6 +244,11 @@ class FrozenParts(ABC):
     @abstractmethod
     def probe_size(self) -> int:
         """Side in pixels of a small square image that the autoencoder accepts."""
+
+    @property
+    def patch(self) -> int:
+        """Latent pixels along each side of a token; a dynamic shift depends on the number of tokens."""
+        return 2
 
     @property
     def sampling_rate(self) -> int:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -15,29 +14,19 @@ from torch import Tensor
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.latents import FlowSchedule
 
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    from sfumato.models.diffusion.base import ModelOptions
-
 
 class HunyuanText(FlowSchedule):
     """Base class of Hunyuan's families: prompts are read by Qwen2.5-VL, and what they quote by ByT5."""
 
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
-    knows_size: ClassVar[bool] = False
+    encoder_names = ("text_encoder", "text_encoder_2")
+    gives_sigmas = True
+    knows_size = False
 
-    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a network of MeanFlow, which takes a second time."""
-        if pipeline.transformer.config.use_meanflow:
+    def check_components(self) -> None:
+        if self.denoiser.config.use_meanflow:  # which takes a second time
             raise ConfigError(
                 f"{self.pipeline_class}: a transformer with use_meanflow is not trained: take another one"
             )
-        super().__init__(pipeline, **options)
-
-    @property
-    def gives_sigmas(self) -> bool:
-        return True
 
     @abstractmethod
     def read_prompts(self, prompts: list[str]) -> tuple[Tensor, Tensor]:

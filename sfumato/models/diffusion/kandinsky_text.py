@@ -6,20 +6,17 @@ the padding of its batch. Whatever the precision, the network rounds queries and
 Shapes: B samples, C F H W latent channels, frames, height and width, T tokens.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import PATCH, FlowSchedule, embed_one_by_one, padded, text_shapes, token_counts
+from sfumato.models.diffusion.described import Blueprint, TextPart
+from sfumato.models.diffusion.latents import PATCH, FlowSchedule, PaddedPrompts, embed_one_by_one, padded, token_counts
 from sfumato.models.diffusion.scratch import (
     build_clip_encoder,
     build_clip_tokenizer,
@@ -27,46 +24,38 @@ from sfumato.models.diffusion.scratch import (
     build_qwen_vl_encoder,
     build_qwen_vl_processor,
 )
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from transformers import Qwen2VLProcessor
 
 LARGEST_GRID = 128
 """Tokens along a side, and latent frames, of which the network has positions."""
 
 
-class KandinskyText(FlowSchedule):
+class KandinskyText(PaddedPrompts, FlowSchedule):
     """Base class of Kandinsky 5's families."""
 
-    parallel_plan: ClassVar[ParallelPlan] = plans.KANDINSKY5
-    lora_targets: ClassVar[tuple[str, ...]] = (
+    parallel_plan = plans.KANDINSKY5
+    lora_targets = (
         *("to_query", "to_key", "to_value"),
         *("self_attention.out_layer", "cross_attention.out_layer"),
     )
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
-    knows_size: ClassVar[bool] = False
+    encoder_names = ("text_encoder", "text_encoder_2")
+    knows_size = False
     template_words: ClassVar[str]
     """Words of the pipeline's template, which become tokens of a tokenizer that is made here."""
     build_vae: ClassVar[Callable[..., nn.Module]]
     """Makes the autoencoder of a description."""
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``.
-
-        Raises:
-            MissingDependencyError: without torchvision.
-        """
-        import diffusers
+    def blueprint(cls) -> Blueprint:
+        """As ``DiffusionModel``; ``build`` raises MissingDependencyError without torchvision."""
 
         def build_processor(words: Sequence[str] = ()) -> Qwen2VLProcessor:
             return build_qwen_vl_processor(build_qwen_tokenizer(words, cls.template_words))
 
-        blueprint = Blueprint(
-            pipeline=cls.pipeline_type(),
-            denoiser=diffusers.Kandinsky5Transformer3DModel,
+        return Blueprint(
+            denoiser="Kandinsky5Transformer3DModel",
             vae=cls.build_vae,
             texts={
                 "text_encoder": TextPart(build_qwen_vl_encoder, build_processor),
@@ -78,9 +67,8 @@ class KandinskyText(FlowSchedule):
                 "in_text_dim": parts["text_encoder"].config.text_config.hidden_size,
                 "in_text_dim2": parts["text_encoder_2"].config.hidden_size,
             },
-            outputs=lambda transformer: [transformer.out_layer.out_layer],
+            outputs=("out_layer.out_layer",),
         )
-        return build_pipeline(blueprint, description, seed)
 
     @property
     def longest_side(self) -> int:
@@ -107,12 +95,11 @@ class KandinskyText(FlowSchedule):
         return embed_one_by_one(prompts, embed)
 
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
         width_of_clip = self.pipeline.text_encoder_2.config.hidden_size
-        shapes = text_shapes(
-            self.max_sequence_length, encoder.config.text_config.hidden_size, encoder.dtype, torch.bool
-        )
-        return shapes | {"pooled": ((width_of_clip,), encoder.dtype)}
+        return {
+            **super().embedding_shapes(height, width),
+            "pooled": ((width_of_clip,), self.pipeline.text_encoder.dtype),
+        }
 
     def predict_rows(
         self,

@@ -213,6 +213,12 @@ def embed_one_by_one(prompts: Sequence[str], embed: Callable[[str], dict[str, Te
     return {name: torch.cat([rows[prompt][name] for prompt in prompts]) for name in rows[prompts[0]]}
 
 
+def pad_rows(rows: Sequence[Tensor], length: int) -> dict[str, Tensor]:
+    """What ``padded`` returns for B embeddings ``[T, D]`` of their own lengths, ``[B, length, ...]``."""
+    parts = [padded(row[None], length) for row in rows]
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
 def token_counts(mask: Tensor) -> list[int]:
     """Number of tokens of each prompt of a mask ``[B, T]``; T if tensors have no values (memory and FLOP counts)."""
     if not has_values(mask):
@@ -220,8 +226,28 @@ def token_counts(mask: Tensor) -> list[int]:
     return mask.sum(dim=1).tolist()
 
 
+class PaddedPrompts(DiffusionModel):
+    """Base class of families with one text encoder, whose embeddings are padded to ``max_sequence_length``."""
+
+    mask_dtype: ClassVar[torch.dtype | None] = torch.bool
+    """dtype of ``prompt_mask``; None where there is none, since the network reads the padding."""
+
+    @property
+    def prompt_features(self) -> int:
+        """Features of a token of ``prompt_embeds``: those of the text encoder."""
+        return self.pipeline.text_encoder.config.get_text_config().hidden_size
+
+    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+        dtype = self.pipeline.text_encoder.dtype
+        return text_shapes(self.max_sequence_length, self.prompt_features, dtype, self.mask_dtype)
+
+
 class KLLatents(DiffusionModel):
     """Base class of families whose autoencoder is an AutoencoderKL."""
+
+    @property
+    def probe_size(self) -> int:
+        return self.vae_factor * self.patch
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         check_size(height, width, self.probe_size, frames, longest=self.longest_side)
@@ -365,15 +391,8 @@ class FlowSchedule(DiffusionModel):
     def check_scheduler(self) -> None:
         check_flow_scheduler(self.pipeline.scheduler, self.knows_size)
 
-    @property
-    def gives_sigmas(self) -> bool:
-        """Whether the pipeline passes the noise levels before the shift to the scheduler, and not only their number."""
-        return False
-
-    @property
-    def patch(self) -> int:
-        """Latent pixels along each side of a token; a dynamic shift depends on the number of tokens."""
-        return PATCH
+    gives_sigmas: ClassVar[bool] = False
+    """Whether the pipeline passes the noise levels before the shift to the scheduler, and not only their number."""
 
     def dynamic_mu(self, tokens: int, num_steps: int | None) -> float | None:
         """The shift mu of a scheduler with a dynamic shift, where the pipeline has a formula of its own for it.
@@ -410,15 +429,9 @@ class FlowSchedule(DiffusionModel):
 
 
 class FlowTokens(FlowSchedule):
-    """Base class of families with the schedule of FLUX, whose tokens are patches of 2 x 2 latent pixels."""
+    """Base class of families with the schedule of FLUX."""
 
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * PATCH
-
-    @property
-    def gives_sigmas(self) -> bool:
-        return True
+    gives_sigmas: ClassVar[bool] = True
 
     def time(self, sigma: Tensor) -> Tensor:
         """The network's time input for noise levels ``[B]``: thousandths of the scheduler's timesteps."""

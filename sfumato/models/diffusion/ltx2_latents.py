@@ -5,8 +5,6 @@ An autoencoder makes the latents of the sound of its mel spectrogram, and a voco
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from sfumato.models.diffusion.mel_spectrogram import log_mel_spectrogram
@@ -16,8 +14,8 @@ from sfumato.models.diffusion.video_with_sound import PartSizes, VideoSoundFamil
 class LTX2Latents(VideoSoundFamily):
     """Base class of LTX-2's families."""
 
-    autoencoder_names: ClassVar[tuple[str, ...]] = ("vae", "audio_vae", "vocoder")
-    frame_rate: ClassVar[float] = 24.0  # the pipeline's default
+    autoencoder_names = ("vae", "audio_vae", "vocoder")
+    frame_rate = 24.0  # the pipeline's default
 
     @property
     def spatial_unit(self) -> int:

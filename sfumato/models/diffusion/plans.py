@@ -17,6 +17,10 @@ JOINT_TARGETS = tuple(
 """Linear layers of a joint attention of text and image: targets of LoRA adapters."""
 
 
+HEAD_NORM = "replicated_with_grad_allreduce"
+"""Style of a norm of queries or keys within a head."""
+
+
 def _joint_attention(may_lack: str = "") -> dict[str, str]:
     """Styles of the layers of a joint attention of text and image.
 
@@ -24,28 +28,40 @@ def _joint_attention(may_lack: str = "") -> dict[str, str]:
         may_lack: "?" marks the norms and the output of the text as layers that not every model has.
     """
     styles = dict.fromkeys(("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"), "colwise")
-    norms = ("norm_q", "norm_k", "norm_added_q", "norm_added_k")
-    styles |= dict.fromkeys(norms, f"replicated_with_grad_allreduce{may_lack}")
+    styles |= dict.fromkeys(("norm_q", "norm_k", "norm_added_q", "norm_added_k"), f"{HEAD_NORM}{may_lack}")
     styles |= {"to_out.0": "rowwise", "to_add_out": f"rowwise{may_lack}"}
-    return {f"transformer_blocks.*.attn.{name}": style for name, style in styles.items()}
+    return _within("transformer_blocks.*.attn", styles)
 
 
-def _attention(place: str, norms: str = "replicated_with_grad_allreduce", may_lack: str = "") -> dict[str, str]:
+def _attention(place: str, norms: str = HEAD_NORM, may_lack: str = "", **further: str) -> dict[str, str]:
     """Styles of the layers of an attention with its own queries, keys, values and output.
 
     Args:
         place: name of the attention.
-        norms: style of the norms of queries and keys.
+        norms: style of the norms of queries and keys; empty where there are none.
         may_lack: "?" marks all layers as ones that not every model has.
+        further: styles of further layers by name.
     """
     styles = dict.fromkeys(("to_q", "to_k", "to_v"), "colwise")
-    styles |= {"norm_q": norms, "norm_k": norms, "to_out.0": "rowwise"}
-    return {f"{place}.{name}": f"{style}{may_lack}" for name, style in styles.items()}
+    styles |= {"norm_q": norms, "norm_k": norms} if norms else {}
+    styles |= {"to_out.0": "rowwise", **further}
+    return _within(place, {name: f"{style}{may_lack}" for name, style in styles.items()})
 
 
 def _feed_forward(place: str, may_lack: str = "") -> dict[str, str]:
     """Styles of the layers of diffusers' ``FeedForward``; ``may_lack`` as for ``_attention``."""
     return {f"{place}.net.0.proj": f"colwise{may_lack}", f"{place}.net.2": f"rowwise{may_lack}"}
+
+
+def _gated(place: str, gate: str, values: str, output: str, may_lack: str = "") -> dict[str, str]:
+    """Styles of a feed-forward layer of three matrices, by their names; ``may_lack`` as for ``_attention``."""
+    styles = {gate: "colwise", values: "colwise", output: "rowwise"}
+    return _within(place, {name: f"{style}{may_lack}" for name, style in styles.items()})
+
+
+def _within(place: str, styles: dict[str, str]) -> dict[str, str]:
+    """Styles by the names of layers within a place."""
+    return {f"{place}.{name}": style for name, style in styles.items()}
 
 
 SD3 = ParallelPlan(
@@ -77,11 +93,8 @@ FLUX = ParallelPlan(
         **_joint_attention(),
         **_feed_forward("transformer_blocks.*.ff"),
         **_feed_forward("transformer_blocks.*.ff_context"),
-        "single_transformer_blocks.*.attn.to_q": "colwise",
-        "single_transformer_blocks.*.attn.to_k": "colwise",
-        "single_transformer_blocks.*.attn.to_v": "colwise",
-        "single_transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
-        "single_transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
+        **dict.fromkeys((f"single_transformer_blocks.*.attn.to_{name}" for name in "qkv"), "colwise"),
+        **dict.fromkeys((f"single_transformer_blocks.*.attn.norm_{name}" for name in "qk"), HEAD_NORM),
         # The input of proj_out is the concatenation of the attention's output (one block of features) and that of the
         # feed-forward layer (four blocks). Each block is cut by itself, so proj_mlp must produce its four in shards.
         "single_transformer_blocks.*.proj_mlp": "packed_colwise:4",
@@ -112,22 +125,18 @@ QWEN_IMAGE21 = ParallelPlan(
     blocks=("QwenImage21TransformerBlock",),
     tensor={
         **_attention("transformer_blocks.*.attn"),
-        "transformer_blocks.*.img_mlp.proj": "colwise",
-        "transformer_blocks.*.img_mlp.gate_layer": "colwise",
-        "transformer_blocks.*.img_mlp.out": "rowwise",
+        **_gated("transformer_blocks.*.img_mlp", "gate_layer", "proj", "out"),
     },
 )
 
 Z_IMAGE = ParallelPlan(
     blocks=("ZImageTransformerBlock",),
     tensor={
-        f"{stack}.*.{layer}": style
+        layer: style
         for stack in ("layers", "noise_refiner", "context_refiner")
         for layer, style in {
-            **_attention("attention", norms="replicated_with_grad_allreduce?"),
-            "feed_forward.w1": "colwise",
-            "feed_forward.w3": "colwise",
-            "feed_forward.w2": "rowwise",
+            **_attention(f"{stack}.*.attention", norms=f"{HEAD_NORM}?"),
+            **_gated(f"{stack}.*.feed_forward", "w1", "w3", "w2"),
         }.items()
     },
     sequence={
@@ -138,24 +147,16 @@ Z_IMAGE = ParallelPlan(
     replicated_context=("noise_refiner.*.attention", "context_refiner.*.attention"),  # run before the sequence is cut
 )
 
+_WAN_IMAGE = {"add_k_proj": "colwise?", "add_v_proj": "colwise?", "norm_added_k": "norm_across_heads?"}
+"""Layers for what an image encoder sees, which models from text lack."""
+
 WAN = ParallelPlan(
     blocks=("WanTransformerBlock",),
     tensor={
-        f"blocks.*.{attention}.{layer}": style
-        for attention in ("attn1", "attn2")
-        for layer, style in {
-            "to_q": "colwise",
-            "to_k": "colwise",
-            "to_v": "colwise",
-            "norm_q": "norm_across_heads",
-            "norm_k": "norm_across_heads",
-            "to_out.0": "rowwise",
-            "add_k_proj": "colwise?",  # image to video
-            "add_v_proj": "colwise?",
-            "norm_added_k": "norm_across_heads?",
-        }.items()
-    }
-    | _feed_forward("blocks.*.ffn"),
+        **_attention("blocks.*.attn1", "norm_across_heads", **_WAN_IMAGE),
+        **_attention("blocks.*.attn2", "norm_across_heads", **_WAN_IMAGE),
+        **_feed_forward("blocks.*.ffn"),
+    },
     sequence={
         "rope": {0: Split(1, output=True), 1: Split(1, output=True)},
         "blocks.0": {"hidden_states": Split(1)},
@@ -172,13 +173,8 @@ UNET = ParallelPlan(
         f"{place}.transformer_blocks.*.{layer}": f"{style}?"  # not every level of a UNet has attention
         for place in ("down_blocks.*.attentions.*", "mid_block.attentions.*", "up_blocks.*.attentions.*")
         for layer, style in {
-            **{
-                f"{attention}.{projection}": "colwise"
-                for attention in ("attn1", "attn2")
-                for projection in ("to_q", "to_k", "to_v")
-            },
-            "attn1.to_out.0": "rowwise",
-            "attn2.to_out.0": "rowwise",
+            **_attention("attn1", norms=""),
+            **_attention("attn2", norms=""),
             "ff.net.0.proj": "packed_colwise:2",  # values and gates
             "ff.net.2": "rowwise",
         }.items()
@@ -195,8 +191,7 @@ FLUX2 = ParallelPlan(
         "transformer_blocks.*.ff_context.linear_out": "rowwise",
         # Queries, keys and values, and gates and values of a feed-forward layer that is three times as wide.
         "single_transformer_blocks.*.attn.to_qkv_mlp_proj": "packed_colwise:9",
-        "single_transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
-        "single_transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
+        **dict.fromkeys((f"single_transformer_blocks.*.attn.norm_{name}" for name in "qk"), HEAD_NORM),
         "single_transformer_blocks.*.attn.to_out": "packed_rowwise:4",
     },
     sequence=FLUX.sequence,
@@ -215,13 +210,11 @@ CHROMA = ParallelPlan(
 LUMINA2 = ParallelPlan(
     blocks=("Lumina2TransformerBlock",),
     tensor={
-        f"{stack}.*.{layer}": style
+        layer: style
         for stack in ("layers", "noise_refiner", "context_refiner")
         for layer, style in {
-            **_attention("attn"),
-            "feed_forward.linear_1": "colwise",
-            "feed_forward.linear_3": "colwise",
-            "feed_forward.linear_2": "rowwise",
+            **_attention(f"{stack}.*.attn"),
+            **_gated(f"{stack}.*.feed_forward", "linear_1", "linear_3", "linear_2"),
         }.items()
     },
     sequence={
@@ -244,9 +237,7 @@ ERNIE_IMAGE = ParallelPlan(
     blocks=("ErnieImageSharedAdaLNBlock",),
     tensor={
         **_attention("layers.*.self_attention"),
-        "layers.*.mlp.gate_proj": "colwise",
-        "layers.*.mlp.up_proj": "colwise",
-        "layers.*.mlp.linear_fc2": "rowwise",
+        **_gated("layers.*.mlp", "gate_proj", "up_proj", "linear_fc2"),
     },
     sequence={  # hidden states and modulation are [tokens, batch, features]
         "layers.0": {"x": Split(0)},
@@ -258,16 +249,8 @@ ERNIE_IMAGE = ParallelPlan(
 KREA2 = ParallelPlan(
     blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"),
     tensor={
-        "transformer_blocks.*.attn.to_q": "colwise",
-        "transformer_blocks.*.attn.to_k": "colwise",
-        "transformer_blocks.*.attn.to_v": "colwise",
-        "transformer_blocks.*.attn.to_gate": "colwise",
-        "transformer_blocks.*.attn.norm_q": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.norm_k": "replicated_with_grad_allreduce",
-        "transformer_blocks.*.attn.to_out.0": "rowwise",
-        "transformer_blocks.*.ff.gate": "colwise",
-        "transformer_blocks.*.ff.up": "colwise",
-        "transformer_blocks.*.ff.down": "rowwise",
+        **_attention("transformer_blocks.*.attn", to_gate="colwise"),
+        **_gated("transformer_blocks.*.ff", "gate", "up", "down"),
     },
     sequence={
         "transformer_blocks.0": {"hidden_states": Split(1)},
@@ -283,9 +266,7 @@ IDEOGRAM4 = ParallelPlan(
     blocks=("Ideogram4TransformerBlock",),
     tensor={
         **_attention("layers.*.attention"),
-        "layers.*.feed_forward.w1": "colwise",
-        "layers.*.feed_forward.w3": "colwise",
-        "layers.*.feed_forward.w2": "rowwise",
+        **_gated("layers.*.feed_forward", "w1", "w3", "w2"),
     },
     sequence={
         "layers.0": {"hidden_states": Split(1)},
@@ -309,11 +290,11 @@ _HIDREAM_BLOCK = {
     "attn1.q_rms_norm_t": "norm_across_heads?",
     "attn1.k_rms_norm_t": "norm_across_heads?",
     "attn1.to_out_t": "rowwise?",
-    **{
-        f"{feed_forward}.{layer}": f"{style}?"  # models without experts have one feed-forward layer
-        for feed_forward in ("ff_i", "ff_i.experts.*", "ff_i.shared_experts", "ff_t")
-        for layer, style in {"w1": "colwise", "w3": "colwise", "w2": "rowwise"}.items()
-    },
+    # models without experts have one feed-forward layer
+    **_gated("ff_i", "w1", "w3", "w2", may_lack="?"),
+    **_gated("ff_i.experts.*", "w1", "w3", "w2", may_lack="?"),
+    **_gated("ff_i.shared_experts", "w1", "w3", "w2", may_lack="?"),
+    **_gated("ff_t", "w1", "w3", "w2", may_lack="?"),
 }
 
 HIDREAM = ParallelPlan(
@@ -403,20 +384,13 @@ LTX2 = ParallelPlan(
         # Rotary embeddings come with all heads.
         **dict.fromkeys(("rope", "audio_rope", "cross_attn_rope", "cross_attn_audio_rope"), "cut_heads"),
         **{
-            f"transformer_blocks.*.{attention}.{layer}": style
-            for attention in (
-                *("attn1", "attn2", "audio_attn1", "audio_attn2"),
-                *("audio_to_video_attn", "video_to_audio_attn"),
-            )
-            for layer, style in {
-                "to_q": "colwise",
-                "to_k": "colwise",
-                "to_v": "colwise",
-                "norm_q": "norm_across_heads",
-                "norm_k": "norm_across_heads",
-                "to_gate_logits": "colwise?",  # LTX-2.3: a number for each head
-                "to_out.0": "rowwise",
-            }.items()
+            layer: style
+            for name in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
+            for layer, style in _attention(
+                f"transformer_blocks.*.{name}",
+                "norm_across_heads",
+                to_gate_logits="colwise?",  # LTX-2.3: a number for each head
+            ).items()
         },
         **_feed_forward("transformer_blocks.*.ff"),
         **_feed_forward("transformer_blocks.*.audio_ff"),
@@ -438,18 +412,10 @@ LTX2 = ParallelPlan(
 ACE_STEP = ParallelPlan(
     blocks=("AceStepTransformerBlock",),
     tensor={
-        f"layers.*.{layer}": style
-        for attention in ("self_attn", "cross_attn")
-        for layer, style in {
-            f"{attention}.to_q": "colwise",
-            f"{attention}.to_k": "colwise",
-            f"{attention}.to_v": "colwise",
-            f"{attention}.norm_q": "replicated_with_grad_allreduce",
-            f"{attention}.norm_k": "replicated_with_grad_allreduce",
-            f"{attention}.to_out.0": "rowwise",
-        }.items()
-    }
-    | {"layers.*.mlp.gate_proj": "colwise", "layers.*.mlp.up_proj": "colwise", "layers.*.mlp.down_proj": "rowwise"},
+        **_attention("layers.*.self_attn"),
+        **_attention("layers.*.cross_attn"),
+        **_gated("layers.*.mlp", "gate_proj", "up_proj", "down_proj"),
+    },
     sequence={
         "layers.0": {"hidden_states": Split(1)},
         "layers.*": {"position_embeddings": Split(0)},

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
         Qwen2_5_VLForConditionalGeneration,
         Qwen2Tokenizer,
         Qwen2VLProcessor,
-        Qwen3Model,
         T5EncoderModel,
         T5Tokenizer,
         UMT5EncoderModel,
@@ -88,12 +87,11 @@ def checked_section(description: Mapping[str, object], name: str, allowed: list[
     return section
 
 
-def start_at_zero(*layers: torch.nn.Linear) -> None:
+def start_at_zero(*layers: torch.nn.Module) -> None:
     """Zeroes the weights and biases of output layers, so that a new network begins by predicting zero."""
     for layer in layers:
-        torch.nn.init.zeros_(layer.weight)
-        if layer.bias is not None:
-            torch.nn.init.zeros_(layer.bias)
+        for parameter in layer.parameters():
+            torch.nn.init.zeros_(parameter)
 
 
 def build_clip_tokenizer(words: Iterable[str] = (), max_length: int = 77) -> CLIPTokenizer:
@@ -167,17 +165,10 @@ def build_t5_tokenizer(words: Iterable[str] = ()) -> T5Tokenizer:
 
 
 def build_t5_encoder(
-    tokenizer: PreTrainedTokenizerBase, width: int = 32, num_layers: int = 1, num_heads: int = 4, silent: bool = True
+    tokenizer: PreTrainedTokenizerBase, width: int = 32, num_layers: int = 1, num_heads: int = 4
 ) -> T5EncoderModel:
-    """A T5EncoderModel with random weights, whose output has ``width`` features.
-
-    With ``silent`` the output is zero: random features would only disturb, and the SD3 pipeline, too, puts zeros in the
-    place of a missing T5.
-    """
-    encoder = _build_t5_encoder("T5", tokenizer, width, num_layers, num_heads)
-    if silent:
-        torch.nn.init.zeros_(encoder.encoder.final_layer_norm.weight)
-    return encoder
+    """A T5EncoderModel with random weights, whose output has ``width`` features."""
+    return _build_t5_encoder("T5", tokenizer, width, num_layers, num_heads)
 
 
 def build_autoencoder(
@@ -251,26 +242,6 @@ def build_qwen_tokenizer(words: Sequence[str] = (), template: str = "") -> Qwen2
     tokenizer = Qwen2Tokenizer(vocab=vocabulary, merges=list(dict.fromkeys(merges)), extra_special_tokens=list(SPECIAL))
     tokenizer.chat_template = CHAT_TEMPLATE
     return tokenizer
-
-
-def build_qwen3_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-) -> Qwen3Model:
-    """A Qwen3Model with random weights and embeddings of standard deviation 1."""
-    from transformers import Qwen3Config, Qwen3Model
-
-    encoder = Qwen3Model(
-        Qwen3Config(
-            **language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads),
-            head_dim=width // num_heads,
-        )
-    )
-    torch.nn.init.normal_(encoder.embed_tokens.weight, std=1.0)
-    return encoder
 
 
 def build_qwen_vl_encoder(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,58 +20,120 @@ from sfumato.models.diffusion.scratch import (
 if TYPE_CHECKING:
     from transformers import (
         ByT5Tokenizer,
-        Gemma2Model,
-        Gemma3ForConditionalGeneration,
         GemmaTokenizer,
-        LlamaForCausalLM,
-        Mistral3ForConditionalGeneration,
-        Mistral3Model,
         PixtralProcessor,
+        PreTrainedModel,
         PreTrainedTokenizerBase,
         Qwen2_5_VLTextModel,
         Qwen2Tokenizer,
-        Qwen3ForCausalLM,
-        Qwen3VLForConditionalGeneration,
-        Qwen3VLModel,
         Qwen3VLProcessor,
         SiglipImageProcessor,
         SiglipVisionModel,
     )
 
 
-def build_qwen3_causal_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-) -> Qwen3ForCausalLM:
-    """A Qwen3ForCausalLM with random weights and embeddings of standard deviation 1."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+@dataclass(frozen=True)
+class LanguageEncoder:
+    """Builds a language model of transformers, which reads prompts, with random weights."""
 
-    encoder = Qwen3ForCausalLM(
-        Qwen3Config(
-            **language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads),
-            head_dim=width // num_heads,
-        )
-    )
-    torch.nn.init.normal_(encoder.model.embed_tokens.weight, std=1.0)
-    return encoder
+    model: str
+    """Name of its class."""
+    config: str
+    """Name of the class of its configuration."""
+    arguments: Callable[[PreTrainedTokenizerBase, Keywords], Keywords] = lambda tokenizer, settings: settings
+    """Arguments of the configuration, of the tokenizer and of ``language_settings`` with ``head_dim``."""
+    spreads_tokens: bool = True
+    """Embeddings of tokens get a standard deviation of 1."""
+
+    def __call__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        width: int = 32,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        num_kv_heads: int = 2,
+    ) -> PreTrainedModel:
+        """Builds the model for a tokenizer, or a processor of text and images."""
+        import transformers
+
+        tokenizer = getattr(tokenizer, "tokenizer", tokenizer)
+        settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
+        arguments = self.arguments(tokenizer, settings | {"head_dim": width // num_heads})
+        encoder = getattr(transformers, self.model)(getattr(transformers, self.config)(**arguments))
+        if self.spreads_tokens:
+            torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)
+        return encoder
 
 
-def build_llama_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-) -> LlamaForCausalLM:
-    """A LlamaForCausalLM with random weights and embeddings of standard deviation 1."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def _gemma(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+    return settings | {"bos_token_id": tokenizer.bos_token_id, "query_pre_attn_scalar": settings["head_dim"]}
 
-    encoder = LlamaForCausalLM(LlamaConfig(**language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)))
-    torch.nn.init.normal_(encoder.model.embed_tokens.weight, std=1.0)
-    return encoder
+
+def _t5gemma(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+    from transformers import T5GemmaModuleConfig
+
+    module = T5GemmaModuleConfig(**_gemma(tokenizer, settings))
+    return {"encoder": module, "decoder": module, "is_encoder_decoder": False}
+
+
+SMALL_VISION: Keywords = {
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
+"""Settings of a vision tower, which reads no prompt."""
+
+
+def _gemma3(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+    from transformers import Gemma3TextConfig, SiglipVisionConfig
+
+    vision = SiglipVisionConfig(**SMALL_VISION, image_size=28, patch_size=14)
+    text = Gemma3TextConfig(**_gemma(tokenizer, settings))
+    return {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
+
+
+def _mistral3(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+    from transformers import MistralConfig, PixtralVisionConfig
+
+    vision = PixtralVisionConfig(**SMALL_VISION, image_size=32, patch_size=16)
+    return {"text_config": MistralConfig(**settings, sliding_window=None), "vision_config": vision}
+
+
+def _qwen3_vl(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+    # Rotary frequencies of a head, shared out to time, height and width: 24, 20, 20 of 64 in Qwen's own model.
+    num_frequencies = settings["head_dim"] // 2
+    side = num_frequencies * 5 // 16
+    sections = [num_frequencies - 2 * side, side, side]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
+    vision = {
+        "depth": 1,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_heads": 2,
+        "out_hidden_size": settings["hidden_size"],
+        "num_position_embeddings": 16,
+        "deepstack_visual_indexes": [0],
+    }
+    return {"text_config": settings | {"rope_parameters": rope}, "vision_config": vision}
+
+
+def _qwen3_vl_with_images(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+    return _qwen3_vl(tokenizer, settings) | image_token_ids(tokenizer)
+
+
+build_qwen3_encoder = LanguageEncoder("Qwen3Model", "Qwen3Config")
+build_qwen3_causal_encoder = LanguageEncoder("Qwen3ForCausalLM", "Qwen3Config")
+build_llama_encoder = LanguageEncoder("LlamaForCausalLM", "LlamaConfig")
+build_gemma2_encoder = LanguageEncoder("Gemma2Model", "Gemma2Config", _gemma, spreads_tokens=False)
+build_gemma3_encoder = LanguageEncoder("Gemma3ForConditionalGeneration", "Gemma3Config", _gemma3, spreads_tokens=False)
+build_t5gemma_encoder = LanguageEncoder("T5GemmaEncoderModel", "T5GemmaConfig", _t5gemma, spreads_tokens=False)
+build_mistral3_encoder = LanguageEncoder("Mistral3Model", "Mistral3Config", _mistral3)
+build_mistral3_causal_encoder = LanguageEncoder("Mistral3ForConditionalGeneration", "Mistral3Config", _mistral3)
+build_qwen3_vl_encoder = LanguageEncoder("Qwen3VLModel", "Qwen3VLConfig", _qwen3_vl)
+build_qwen3_vl_causal_encoder = LanguageEncoder(
+    "Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _qwen3_vl_with_images
+)
 
 
 def build_gemma_tokenizer(words: Iterable[str] = ()) -> GemmaTokenizer:
@@ -87,69 +150,6 @@ def build_gemma_tokenizer(words: Iterable[str] = ()) -> GemmaTokenizer:
     vocabulary = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
     merges: Any = list(dict.fromkeys(merges))
     return GemmaTokenizer(vocab=vocabulary, merges=merges)
-
-
-def build_gemma2_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-) -> Gemma2Model:
-    """A Gemma2Model with random weights."""
-    from transformers import Gemma2Config, Gemma2Model
-
-    settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
-    settings["bos_token_id"] = tokenizer.bos_token_id
-    return Gemma2Model(Gemma2Config(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads))
-
-
-def build_gemma3_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-) -> Gemma3ForConditionalGeneration:
-    """A Gemma3ForConditionalGeneration with random weights, and a vision tower that reads no prompt."""
-    from transformers import Gemma3Config, Gemma3ForConditionalGeneration, Gemma3TextConfig, SiglipVisionConfig
-
-    settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
-    settings["bos_token_id"] = tokenizer.bos_token_id
-    text = Gemma3TextConfig(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads)
-    vision = SiglipVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
-    )
-    return Gemma3ForConditionalGeneration(Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4))
-
-
-def build_mistral3_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    generates: bool = False,
-) -> Mistral3Model | Mistral3ForConditionalGeneration:
-    """A Mistral3Model with random weights; the model with a head, which it is a part of, if it ``generates``."""
-    from transformers import (
-        Mistral3Config,
-        Mistral3ForConditionalGeneration,
-        Mistral3Model,
-        MistralConfig,
-        PixtralVisionConfig,
-    )
-
-    tokenizer = getattr(tokenizer, "tokenizer", tokenizer)  # of a processor
-    settings = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
-    text = MistralConfig(**settings, head_dim=width // num_heads, sliding_window=None)
-    vision = PixtralVisionConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=32, patch_size=16
-    )
-    config = Mistral3Config(text_config=text, vision_config=vision)
-    encoder = (Mistral3ForConditionalGeneration if generates else Mistral3Model)(config)
-    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
-    return encoder
 
 
 PIXTRAL_TOKENS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -174,42 +174,6 @@ def build_pixtral_processor(words: Sequence[str] = (), template: str = "") -> Pi
     return PixtralProcessor(
         image_processor=PixtralImageProcessor(), tokenizer=tokenizer, chat_template=PIXTRAL_TEMPLATE
     )
-
-
-def build_qwen3_vl_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-    generates: bool = False,
-) -> Qwen3VLModel | Qwen3VLForConditionalGeneration:
-    """A Qwen3VLModel with random weights and embeddings of standard deviation 1.
-
-    If it ``generates``, the model with a head, which it is a part of, and the ids of the tokens that stand for images.
-    """
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration, Qwen3VLModel
-
-    text = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
-    text["head_dim"] = width // num_heads
-    # Rotary frequencies of a head, shared out to time, height and width: 24, 20, 20 of 64 in Qwen's own model.
-    side = width // num_heads // 2 * 5 // 16
-    sections = [width // num_heads // 2 - 2 * side, side, side]
-    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections}
-    vision = {
-        "depth": 1,
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_heads": 2,
-        "out_hidden_size": width,
-        "num_position_embeddings": 16,
-        "deepstack_visual_indexes": [0],
-    }
-    ids = image_token_ids(tokenizer) if generates else {}
-    config = Qwen3VLConfig(text_config=text, vision_config=vision, **ids)
-    encoder = (Qwen3VLForConditionalGeneration if generates else Qwen3VLModel)(config)
-    torch.nn.init.normal_(encoder.get_input_embeddings().weight, std=1.0)  # pyright: ignore[reportArgumentType]
-    return encoder
 
 
 QWEN3_VL_TEMPLATE = (

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.models.diffusion.scratch import language_settings
 from sfumato.models.diffusion.scratch_encoders import build_gemma_tokenizer
 
 if TYPE_CHECKING:
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_same import AutoencoderSAME
     from diffusers.pipelines.ace_step import AceStepConditionEncoder
     from diffusers.pipelines.stable_audio_3 import StableAudio3DurationEmbedder
-    from transformers import GemmaTokenizer, PreTrainedTokenizerBase, T5GemmaEncoderModel
+    from transformers import GemmaTokenizer
 
 
 def build_same_autoencoder(
@@ -101,22 +100,6 @@ def build_short_gemma_tokenizer(words: Iterable[str] = (), max_length: int = 256
     tokenizer = build_gemma_tokenizer(words)
     tokenizer.model_max_length = max_length
     return tokenizer
-
-
-def build_t5gemma_encoder(
-    tokenizer: PreTrainedTokenizerBase,
-    width: int = 32,
-    num_layers: int = 2,
-    num_heads: int = 4,
-    num_kv_heads: int = 2,
-) -> T5GemmaEncoderModel:
-    """A T5GemmaEncoderModel with random weights."""
-    from transformers import T5GemmaConfig, T5GemmaEncoderModel, T5GemmaModuleConfig
-
-    settings: Keywords = language_settings(tokenizer, width, num_layers, num_heads, num_kv_heads)
-    settings["bos_token_id"] = tokenizer.bos_token_id
-    module = T5GemmaModuleConfig(**settings, head_dim=width // num_heads, query_pre_attn_scalar=width // num_heads)
-    return T5GemmaEncoderModel(T5GemmaConfig(encoder=module, decoder=module, is_encoder_decoder=False))
 
 
 def build_duration_embedder(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Unpack
+from typing import TYPE_CHECKING, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class PartSizes(NamedTuple):
 class VideoSoundFamily(FlowSchedule):
     """A family whose samples are videos with sound."""
 
-    makes_video_with_sound: ClassVar[bool] = True
+    makes_video_with_sound = True
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""

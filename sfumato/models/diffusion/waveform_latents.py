@@ -6,8 +6,6 @@ take the height and width of a picture, these take 1 and the length of the sound
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -18,7 +16,7 @@ from sfumato.tracking.waveforms import FULL_SCALE
 class WaveformLatents(DiffusionModel):
     """A family that makes sound."""
 
-    makes_sound: ClassVar[bool] = True
+    makes_sound = True
 
     @property
     def sampling_rate(self) -> int:

@@ -9,9 +9,9 @@ Its blocks have no argument for the mask of prompts, so a hook gives it to them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.ace_step_text import ACEStepText
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import FlowSchedule
-from sfumato.models.diffusion.scratch import build_qwen3_encoder, build_qwen_tokenizer
+from sfumato.models.diffusion.scratch import build_qwen_tokenizer
+from sfumato.models.diffusion.scratch_encoders import build_qwen3_encoder
 from sfumato.models.diffusion.scratch_sound import build_ace_step_conditions, build_oobleck_autoencoder
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -51,33 +51,28 @@ def _mask_padding(
 class ACEStep(ACEStepText, FlowSchedule):
     """ACE-Step 1.5 base, SFT and turbo, from text."""
 
-    pipeline_class: ClassVar[str] = "AceStepPipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.ACE_STEP
+    pipeline_class = "AceStepPipeline"
+    parallel_plan = plans.ACE_STEP
     # acestep/training/configs.py: the four projections of attention to the sound and to the prompt
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    knows_size: ClassVar[bool] = False
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    knows_size = False
+
+    gives_sigmas = True
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
         super().__init__(pipeline, **options)
         self._has_said_guidance = False
         self._silence: Tensor = pipeline.condition_encoder.silence_latent  # stays when encoders are freed
-        self.set_denoiser(pipeline.transformer)
 
-    def set_denoiser(self, denoiser: nn.Module) -> None:
-        """Replaces the denoiser, whose blocks get the mask of prompts by a hook."""
-        super().set_denoiser(denoiser)
+    def prepare_denoiser(self, denoiser: nn.Module) -> None:
         for block in denoiser.get_submodule("layers").children():
             block.register_forward_pre_hook(_mask_padding, with_kwargs=True)
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; see ``build_pipeline``; ``condition_encoder`` is a section, too."""
-        import diffusers
-
-        blueprint = Blueprint(
-            pipeline=diffusers.AceStepPipeline,
-            denoiser=diffusers.AceStepTransformer1DModel,
+    def blueprint(cls) -> Blueprint:
+        return Blueprint(
+            denoiser="AceStepTransformer1DModel",
             vae=build_oobleck_autoencoder,
             texts={"text_encoder": TextPart(build_qwen3_encoder, build_qwen_tokenizer)},
             infer=lambda parts: {
@@ -85,11 +80,10 @@ class ACEStep(ACEStepText, FlowSchedule):
                 "in_channels": 3 * parts["vae"].config.decoder_input_channels,
                 "encoder_hidden_size": parts["condition_encoder"].config.hidden_size,
             },
-            outputs=lambda transformer: [transformer.proj_out_conv],
+            outputs=("proj_out_conv",),
             scheduler_settings={"num_train_timesteps": 1},
             further={"condition_encoder": build_ace_step_conditions},
         )
-        return build_pipeline(blueprint, description, seed)
 
     @property
     def samples_per_latent(self) -> int:
@@ -102,10 +96,6 @@ class ACEStep(ACEStepText, FlowSchedule):
     def longest_seconds(self) -> float:
         """As long as the latents of silence, from which a sound is made."""
         return self._silence.shape[1] * self.samples_per_latent / self.sampling_rate
-
-    @property
-    def gives_sigmas(self) -> bool:
-        return True
 
     @property
     def pipeline_shift(self) -> float:

@@ -3,29 +3,19 @@
 Where the scheduler is CogVideoXDPMScheduler its noise levels are taken, and steps are made by the dynamics or solver.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import ScaledVideoLatents, text_shapes
+from sfumato.models.diffusion.described import Blueprint, TextPart
+from sfumato.models.diffusion.latents import PaddedPrompts, ScaledVideoLatents
 from sfumato.models.diffusion.noise_schedule import VariancePreserving
 from sfumato.models.diffusion.schedulers import check_cogvideox_scheduler
 from sfumato.models.diffusion.scratch import build_t5_encoder, build_t5_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_cogvideox_autoencoder
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 PUBLISHED_SCHEDULE = {
     "prediction_type": "v_prediction",
@@ -36,37 +26,27 @@ PUBLISHED_SCHEDULE = {
 """Settings of the published schedulers; the snr_shift_scale is 3 for 2B and 1 for 5B."""
 
 
-class CogVideoX(ScaledVideoLatents, VariancePreserving):
+class CogVideoX(PaddedPrompts, ScaledVideoLatents, VariancePreserving):
     """CogVideoX from text."""
 
-    pipeline_class: ClassVar[str] = "CogVideoXPipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.COGVIDEOX
+    pipeline_class = "CogVideoXPipeline"
+    parallel_plan = plans.COGVIDEOX
     # diffusers examples/cogvideo/train_cogvideox_lora.py
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
-
-    @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
-        return build_pipeline(cls.blueprint(), description, seed)
+    lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
+    mask_dtype = None
 
     @classmethod
     def blueprint(cls) -> Blueprint:
-        """Of what the pipeline consists."""
-        import diffusers
-
         return Blueprint(
-            pipeline=cls.pipeline_type(),
-            denoiser=diffusers.CogVideoXTransformer3DModel,
+            denoiser="CogVideoXTransformer3DModel",
             vae=build_cogvideox_autoencoder,
-            texts={"text_encoder": TextPart(build_t5_encoder, build_t5_tokenizer, {"silent": False})},
+            texts={"text_encoder": TextPart(build_t5_encoder, build_t5_tokenizer)},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.latent_channels,
                 "out_channels": parts["vae"].config.latent_channels,
                 "text_embed_dim": parts["text_encoder"].config.d_model,
             },
-            outputs=lambda transformer: [transformer.proj_out],
-            scheduler=diffusers.CogVideoXDDIMScheduler,
+            scheduler="CogVideoXDDIMScheduler",
             scheduler_settings=PUBLISHED_SCHEDULE,
         )
 
@@ -82,10 +62,6 @@ class CogVideoX(ScaledVideoLatents, VariancePreserving):
             device=self.device,
         )
         return {"prompt_embeds": embeds}
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, encoder.config.d_model, encoder.dtype)
 
     def latent_shape(self, height: int, width: int, frames: int = 1) -> tuple[int, ...]:
         shape = super().latent_shape(height, width, frames)

@@ -1,13 +1,9 @@
 """CogVideoX and CogVideoX 1.5 from a first frame, whose latents are further channels of the input."""
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -28,8 +24,8 @@ class CogVideoXImageToVideo(CogVideoX):
     Of the frame's latents the mode is taken, where diffusers draws them at random.
     """
 
-    pipeline_class: ClassVar[str] = "CogVideoXImageToVideoPipeline"
-    takes_image: ClassVar[bool] = True
+    pipeline_class = "CogVideoXImageToVideoPipeline"
+    takes_image = True
 
     @classmethod
     def blueprint(cls) -> Blueprint:

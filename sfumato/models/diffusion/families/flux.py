@@ -4,21 +4,16 @@ The dev models are guidance-distilled (arXiv 2210.03142): the guidance scale is 
 is no unconditional branch. schnell has no such input; a guidance scale other than 1 then runs both branches.
 """
 
-
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import (
     PATCH,
     FlowTokens,
@@ -37,33 +32,26 @@ from sfumato.models.diffusion.scratch import (
     build_t5_encoder,
     build_t5_tokenizer,
 )
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 
 class Flux(KLLatents, FlowTokens):
     """FLUX.1 dev and schnell."""
 
-    pipeline_class: ClassVar[str] = "FluxPipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.FLUX
-    lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_flux.py
+    pipeline_class = "FluxPipeline"
+    parallel_plan = plans.FLUX
+    lora_targets = (  # flow_grpo scripts/train_flux.py
         *plans.JOINT_TARGETS,
         "ff.net.0.proj",
         "ff.net.2",
         "ff_context.net.0.proj",
         "ff_context.net.2",
     )
-    caches_steps: ClassVar[bool] = True
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
-    prompt_tokenizer: ClassVar[str] = "tokenizer_2"
+    caches_steps = True
+    encoder_names = ("text_encoder", "text_encoder_2")
+    prompt_tokenizer = "tokenizer_2"
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``, that of T5 is ``t5``."""
-        from diffusers import FluxTransformer2DModel
-
+    def blueprint(cls) -> Blueprint:
         def infer(parts: Keywords) -> dict[str, object]:
             vae = parts["vae"].config
             return {
@@ -72,18 +60,15 @@ class Flux(KLLatents, FlowTokens):
                 "pooled_projection_dim": parts["text_encoder"].config.hidden_size,
             }
 
-        blueprint = Blueprint(
-            pipeline=cls.pipeline_type(),
-            denoiser=FluxTransformer2DModel,
+        return Blueprint(
+            denoiser="FluxTransformer2DModel",
             vae=build_autoencoder,
             texts={
                 "text_encoder": TextPart(build_clip_encoder, build_clip_tokenizer, {"projection": False}),
-                "text_encoder_2": TextPart(build_t5_encoder, build_t5_tokenizer, {"silent": False}, section="t5"),
+                "text_encoder_2": TextPart(build_t5_encoder, build_t5_tokenizer, section="t5"),
             },
             infer=infer,
-            outputs=lambda transformer: [transformer.proj_out],
         )
-        return build_pipeline(blueprint, description, seed)
 
     @classmethod
     def channels_of(cls, latent_channels: int, spatial_factor: int) -> dict[str, int]:
@@ -155,7 +140,7 @@ class FluxKontext(SourceLatents, Flux):
     trained with, about a megapixel.
     """
 
-    pipeline_class: ClassVar[str] = "FluxKontextPipeline"
+    pipeline_class = "FluxKontextPipeline"
 
 
 def patch_ids(latents: Tensor, image: int) -> Tensor:

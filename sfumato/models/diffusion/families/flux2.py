@@ -11,28 +11,23 @@ a scale of 1, and diffusers' pipeline ignores another one. The same models edit 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.flux2_latents import Flux2Latents
-from sfumato.models.diffusion.latents import PATCH, SourceLatents, grid_ids, split_images, text_shapes
+from sfumato.models.diffusion.latents import PATCH, PaddedPrompts, SourceLatents, grid_ids, split_images
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
 from sfumato.models.diffusion.scratch_encoders import (
-    build_mistral3_encoder,
+    build_mistral3_causal_encoder,
     build_pixtral_processor,
     build_qwen3_causal_encoder,
 )
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 SOURCE_STEP = 10
 """The first source image has this number along the first axis of positions, the second twice as much, and so on."""
@@ -41,35 +36,29 @@ TRAINED_STEPS = 50
 """Steps whose shift training has: the schedule depends on their number, and the pipelines take so many by default."""
 
 
-class Flux2Klein(Flux2Latents):
+class Flux2Klein(PaddedPrompts, Flux2Latents):
     """FLUX.2 klein, base and distilled."""
 
-    pipeline_class: ClassVar[str] = "Flux2KleinPipeline"
-    image_family: ClassVar[str | None] = "Flux2KleinEdit"
-    parallel_plan: ClassVar[ParallelPlan] = plans.FLUX2
+    pipeline_class = "Flux2KleinPipeline"
+    image_family = "Flux2KleinEdit"
+    parallel_plan = plans.FLUX2
     # diffusers examples/dreambooth/train_dreambooth_lora_flux2.py
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    lora_targets = ("to_k", "to_q", "to_v", "to_out.0", "to_qkv_mlp_proj")
+    mask_dtype = None
     text_part: ClassVar[TextPart] = TextPart(build_qwen3_causal_encoder, build_qwen_tokenizer)
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``, and ``is_distilled``."""
-        from diffusers import Flux2Transformer2DModel
-
-        blueprint = Blueprint(
-            pipeline=cls.pipeline_type(),
-            denoiser=Flux2Transformer2DModel,
+    def blueprint(cls) -> Blueprint:
+        return Blueprint(
+            denoiser="Flux2Transformer2DModel",
             vae=build_flux2_autoencoder,
             texts={"text_encoder": cls.text_part},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.latent_channels * PATCH**2,
                 "joint_attention_dim": 3 * parts["text_encoder"].config.get_text_config().hidden_size,
             },
-            outputs=lambda transformer: [transformer.proj_out],
             settings=("is_distilled",) if cls.pipeline_class == Flux2Klein.pipeline_class else (),
         )
-        return build_pipeline(blueprint, description, seed)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt as a message of a chat, with the chat template."""
@@ -84,9 +73,9 @@ class Flux2Klein(Flux2Latents):
         )
         return {"prompt_embeds": embeds}
 
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, 3 * encoder.config.get_text_config().hidden_size, encoder.dtype)
+    @property
+    def prompt_features(self) -> int:
+        return 3 * super().prompt_features
 
     def dynamic_mu(self, tokens: int, num_steps: int | None) -> float:
         from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
@@ -128,9 +117,9 @@ class Flux2KleinEdit(SourceLatents, Flux2Klein):
 class Flux2(Flux2Klein):
     """FLUX.2 dev, whose prompts are read behind a system message."""
 
-    pipeline_class: ClassVar[str] = "Flux2Pipeline"
-    image_family: ClassVar[str | None] = "Flux2Edit"
-    text_part: ClassVar[TextPart] = TextPart(build_mistral3_encoder, build_pixtral_processor, {"generates": True})
+    pipeline_class = "Flux2Pipeline"
+    image_family = "Flux2Edit"
+    text_part = TextPart(build_mistral3_causal_encoder, build_pixtral_processor)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt behind the system message, with the chat template."""
@@ -143,5 +132,5 @@ class Flux2(Flux2Klein):
 class Flux2Edit(Flux2KleinEdit, Flux2):
     """FLUX.2 dev with source images."""
 
-    pipeline_class: ClassVar[str] = "Flux2Pipeline"
-    text_part: ClassVar[TextPart] = Flux2.text_part
+    pipeline_class = "Flux2Pipeline"
+    text_part = Flux2.text_part

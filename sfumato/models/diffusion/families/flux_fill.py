@@ -6,7 +6,6 @@ A sample starts from two source images, the picture and its mask.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -23,8 +22,8 @@ FILLED = 0.5
 class FluxFill(Flux):
     """FLUX.1 Fill dev."""
 
-    pipeline_class: ClassVar[str] = "FluxFillPipeline"
-    takes_image: ClassVar[bool] = True
+    pipeline_class = "FluxFillPipeline"
+    takes_image = True
     least_source_images = 2
     most_source_images = 2
 

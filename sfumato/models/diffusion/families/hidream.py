@@ -9,16 +9,15 @@ same. The pipeline brings every picture to the area of a megapixel; here it has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, num_tokens
 from sfumato.models.diffusion.scratch import (
     build_autoencoder,
@@ -30,12 +29,6 @@ from sfumato.models.diffusion.scratch import (
 )
 from sfumato.models.diffusion.scratch_encoders import build_llama_encoder
 from sfumato.models.diffusion.valueless_masks import ShareRowsEvenly, has_values
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    from sfumato.models.diffusion.base import ModelOptions
 
 LLAMA = "text_encoder_4"
 
@@ -43,39 +36,31 @@ LLAMA = "text_encoder_4"
 class HiDream(KLLatents, FlowSchedule):
     """HiDream-I1."""
 
-    pipeline_class: ClassVar[str] = "HiDreamImagePipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.HIDREAM
+    pipeline_class = "HiDreamImagePipeline"
+    parallel_plan = plans.HIDREAM
     # diffusers examples/dreambooth/train_dreambooth_lora_hidream.py
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3", LLAMA)
-    prompt_tokenizer: ClassVar[str] = "tokenizer_4"
+    lora_targets = ("to_k", "to_q", "to_v", "to_out")
+    encoder_names = ("text_encoder", "text_encoder_2", "text_encoder_3", LLAMA)
+    prompt_tokenizer = "tokenizer_4"
 
-    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a transformer whose experts never have a gradient."""
-        if pipeline.transformer.config.force_inference_output:
+    def check_components(self) -> None:
+        if self.denoiser.config.force_inference_output:
             raise ConfigError(
                 f"{self.pipeline_class}: experts of a transformer with force_inference_output have no gradient: set it "
                 "to false in transformer/config.json"
             )
-        super().__init__(pipeline, **options)
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``.
-
-        ``transformer.llama_layers`` names a layer of Llama for each block.
-        """
-        import diffusers
-
+    def blueprint(cls) -> Blueprint:
+        """As ``DiffusionModel``; ``transformer.llama_layers`` names a layer of Llama for each block."""
         clip = TextPart(build_clip_encoder, build_clip_tokenizer, {"projection": True})
-        blueprint = Blueprint(
-            pipeline=diffusers.HiDreamImagePipeline,
-            denoiser=diffusers.HiDreamImageTransformer2DModel,
+        return Blueprint(
+            denoiser="HiDreamImageTransformer2DModel",
             vae=build_autoencoder,
             texts={
                 "text_encoder": clip,
                 "text_encoder_2": clip,
-                "text_encoder_3": TextPart(build_t5_encoder, build_t5_tokenizer, {"silent": False}),
+                "text_encoder_3": TextPart(build_t5_encoder, build_t5_tokenizer),
                 LLAMA: TextPart(build_llama_encoder, build_qwen_tokenizer),
             },
             infer=lambda parts: {
@@ -84,9 +69,8 @@ class HiDream(KLLatents, FlowSchedule):
                 "text_emb_dim": sum(parts[name].config.projection_dim for name in ("text_encoder", "text_encoder_2")),
                 "caption_channels": [parts["text_encoder_3"].config.d_model, parts[LLAMA].config.hidden_size],
             },
-            outputs=lambda transformer: [transformer.final_layer.linear],
+            outputs=("final_layer.linear",),
         )
-        return build_pipeline(blueprint, description, seed)
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` of T5, ``llama_embeds`` ``[B, L, T, E]`` of the L layers of Llama, and
@@ -113,10 +97,6 @@ class HiDream(KLLatents, FlowSchedule):
     @property
     def patch(self) -> int:
         return self.denoiser.config.patch_size
-
-    @property
-    def probe_size(self) -> int:
-        return self.vae_factor * self.patch
 
     def dynamic_mu(self, tokens: int, num_steps: int | None) -> float:
         """The pipeline's, which is that of the largest picture whatever the size."""

@@ -4,29 +4,19 @@ The published pipeline guides with what earlier steps have left (AdaptiveProject
 be replayed by itself: here two branches are put together as everywhere.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
 
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline, make_empty_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart, make_empty_pipeline
 from sfumato.models.diffusion.hunyuan_text import HunyuanText
 from sfumato.models.diffusion.latents import KLLatents
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_qwen_vl_encoder, build_t5_encoder
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_image_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer
 from sfumato.models.diffusion.valueless_masks import masks_without_values
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 GUIDANCE_UNIT = 1000.0
 """The network takes the guidance scale in thousandths."""
@@ -35,26 +25,22 @@ GUIDANCE_UNIT = 1000.0
 class HunyuanImage(KLLatents, HunyuanText):
     """HunyuanImage 2.1."""
 
-    pipeline_class: ClassVar[str] = "HunyuanImagePipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.HUNYUAN_IMAGE
-    lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS
-    optional_parts: ClassVar[tuple[str, ...]] = ("guider", "ocr_guider")
+    pipeline_class = "HunyuanImagePipeline"
+    parallel_plan = plans.HUNYUAN_IMAGE
+    lora_targets = plans.JOINT_TARGETS
+    optional_parts = ("guider", "ocr_guider")
 
     _has_said_guider = False
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights, without guiders; sections are those of ``build_pipeline``."""
-        import diffusers
-
-        template = make_empty_pipeline(diffusers.HunyuanImagePipeline).prompt_template_encode
-        blueprint = Blueprint(
-            pipeline=diffusers.HunyuanImagePipeline,
-            denoiser=diffusers.HunyuanImageTransformer2DModel,
+    def blueprint(cls) -> Blueprint:
+        template = make_empty_pipeline(cls.pipeline_type()).prompt_template_encode
+        return Blueprint(
+            denoiser="HunyuanImageTransformer2DModel",
             vae=build_hunyuan_image_autoencoder,
             texts={
                 "text_encoder": TextPart(build_qwen_vl_encoder, build_qwen_tokenizer, {}, {"template": template}),
-                "text_encoder_2": TextPart(build_t5_encoder, build_byt5_tokenizer, {"silent": False}),
+                "text_encoder_2": TextPart(build_t5_encoder, build_byt5_tokenizer),
             },
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.latent_channels,
@@ -62,10 +48,8 @@ class HunyuanImage(KLLatents, HunyuanText):
                 "text_embed_dim": parts["text_encoder"].config.get_text_config().hidden_size,
                 "text_embed_2_dim": parts["text_encoder_2"].config.d_model,
             },
-            outputs=lambda transformer: [transformer.proj_out],
             scheduler_settings={"shift": 5.0},
         )
-        return build_pipeline(blueprint, description, seed)
 
     @property
     def embeds_guidance(self) -> bool:
@@ -99,8 +83,8 @@ class HunyuanImage(KLLatents, HunyuanText):
         return prompt + self.pipeline.prompt_template_encode.partition("{}")[2]
 
     @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * self.denoiser.config.patch_size[0]
+    def patch(self) -> int:
+        return self.denoiser.config.patch_size[0]
 
     def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
         return 0.0, self.pipeline.vae.config.scaling_factor

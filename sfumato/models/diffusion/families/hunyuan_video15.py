@@ -10,15 +10,14 @@ and tokens of an image. Without an image those are masked; here there are none o
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.guiders import check_plain_guider
 from sfumato.models.diffusion.hunyuan_text import HunyuanText
 from sfumato.models.diffusion.latents import ScaledVideoLatents
@@ -26,7 +25,6 @@ from sfumato.models.diffusion.scratch import build_qwen_tokenizer, build_t5_enco
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video15_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_byt5_tokenizer, build_qwen_vl_text_encoder
 from sfumato.models.diffusion.valueless_masks import masks_without_values
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -37,12 +35,12 @@ if TYPE_CHECKING:
 class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
     """HunyuanVideo 1.5 from text."""
 
-    pipeline_class: ClassVar[str] = "HunyuanVideo15Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.HUNYUAN_VIDEO15
-    lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS
+    pipeline_class = "HunyuanVideo15Pipeline"
+    parallel_plan = plans.HUNYUAN_VIDEO15
+    lora_targets = plans.JOINT_TARGETS
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``HunyuanText``."""
+        """As ``DiffusionModel``."""
         super().__init__(pipeline, **options)
         pipeline.vae.enable_slicing()  # the mask of its attention fits one video at a time
         pipeline.vae.enable_tiling()  # else the mask has a number for each pair of a video's latent pixels
@@ -51,32 +49,25 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
     def decoded_at_a_time(latents: Tensor) -> int:
         return 1
 
-    def check_scheduler(self) -> None:
-        super().check_scheduler()
+    def check_components(self) -> None:
+        super().check_components()
         check_plain_guider(self.pipeline.guider, self.pipeline_class)
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
-        return build_pipeline(cls.blueprint(), description, seed)
-
-    @classmethod
     def blueprint(cls) -> Blueprint:
-        """Of what the pipeline consists."""
         import diffusers
 
         def make_guider(parts: Keywords, guidance_scale: float = 6.0) -> diffusers.ClassifierFreeGuidance:
             return diffusers.ClassifierFreeGuidance(guidance_scale=guidance_scale)
 
         return Blueprint(
-            pipeline=cls.pipeline_type(),
-            denoiser=diffusers.HunyuanVideo15Transformer3DModel,
+            denoiser="HunyuanVideo15Transformer3DModel",
             vae=build_hunyuan_video15_autoencoder,
             texts={
                 "text_encoder": TextPart(
                     build_qwen_vl_text_encoder, build_qwen_tokenizer, {}, {"template": system_message()}
                 ),
-                "text_encoder_2": TextPart(build_t5_encoder, build_byt5_tokenizer, {"silent": False}),
+                "text_encoder_2": TextPart(build_t5_encoder, build_byt5_tokenizer),
             },
             infer=lambda parts: {
                 "in_channels": 2 * parts["vae"].config.latent_channels + 1,
@@ -84,7 +75,6 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
                 "text_embed_dim": parts["text_encoder"].config.hidden_size,
                 "text_embed_2_dim": parts["text_encoder_2"].config.d_model,
             },
-            outputs=lambda transformer: [transformer.proj_out],
             scheduler_settings={"shift": 5.0},
             further={"guider": make_guider},
         )

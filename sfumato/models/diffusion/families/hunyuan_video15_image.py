@@ -1,13 +1,9 @@
 """HunyuanVideo 1.5 from a first frame, whose latents are channels of the input, with a mask, and which SigLIP sees."""
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -27,8 +23,8 @@ class HunyuanVideo15ImageToVideo(SourceLatents, HunyuanVideo15):
     The frame keeps its size, whereas diffusers' pipeline first brings it to one that the model was trained with.
     """
 
-    pipeline_class: ClassVar[str] = "HunyuanVideo15ImageToVideoPipeline"
-    encoder_names: ClassVar[tuple[str, ...]] = (*HunyuanVideo15.encoder_names, "image_encoder")
+    pipeline_class = "HunyuanVideo15ImageToVideoPipeline"
+    encoder_names = (*HunyuanVideo15.encoder_names, "image_encoder")
 
     @classmethod
     def blueprint(cls) -> Blueprint:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,10 @@ from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.conditioning import Conditioning
 from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
 from sfumato.models.diffusion.flux2_latents import Flux2Latents
-from sfumato.models.diffusion.latents import PATCH, embed_one_by_one, grid_ids, text_shapes
+from sfumato.models.diffusion.latents import PATCH, PaddedPrompts, embed_one_by_one, grid_ids
 from sfumato.models.diffusion.scratch_autoencoders import build_flux2_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder, build_qwen3_vl_tokenizer
 from sfumato.models.diffusion.valueless_masks import compute_positions_off_meta
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -41,49 +40,48 @@ LOGIT_STD = 1.5
 """Standard deviation of the logits of the noise levels, the pipeline's default."""
 
 
-class Ideogram4(Flux2Latents):
+class Ideogram4(PaddedPrompts, Flux2Latents):
     """Ideogram 4."""
 
-    pipeline_class: ClassVar[str] = "Ideogram4Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.IDEOGRAM4
-    lora_targets: ClassVar[tuple[str, ...]] = (  # 3xela/ideogram-lora, attention_mlp
+    pipeline_class = "Ideogram4Pipeline"
+    parallel_plan = plans.IDEOGRAM4
+    lora_targets = (  # 3xela/ideogram-lora, attention_mlp
         *("to_k", "to_q", "to_v", "to_out.0"),
         *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
     )
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    knows_size: ClassVar[bool] = False
+    knows_size = False
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``.
-
-        The second network has the settings of the first. The text encoder must have 36 layers.
-        """
-        import diffusers
-        from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
+        """As ``DiffusionModel``; the second network has the settings of the first."""
 
         def assemble(transformer: DiffusersModule, **parts: object) -> DiffusionPipeline:
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(seed + 1)
-                second = diffusers.Ideogram4Transformer2DModel.from_config(transformer.config)
-            return diffusers.Ideogram4Pipeline(transformer=transformer, unconditional_transformer=second, **parts)  # pyright: ignore[reportArgumentType]
+                second = type(transformer).from_config(transformer.config)
+            made = {"transformer": transformer, "unconditional_transformer": second}
+            return cls.pipeline_type()(**made, **parts)
 
-        blueprint = Blueprint(
-            pipeline=assemble,
-            denoiser=diffusers.Ideogram4Transformer2DModel,
+        return build_pipeline(assemble, cls.blueprint(), description, seed)
+
+    @classmethod
+    def blueprint(cls) -> Blueprint:
+        """As ``DiffusionModel``; the text encoder must have 36 layers."""
+        from diffusers.pipelines.ideogram4.pipeline_ideogram4 import QWEN3_VL_ACTIVATION_LAYERS
+
+        return Blueprint(
+            denoiser="Ideogram4Transformer2DModel",
             vae=build_flux2_autoencoder,
-            texts={"text_encoder": TextPart(build_qwen3_vl_encoder, build_qwen3_vl_tokenizer, {"generates": False})},
+            texts={"text_encoder": TextPart(build_qwen3_vl_encoder, build_qwen3_vl_tokenizer)},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.latent_channels * PATCH**2,
                 "llm_features_dim": parts["text_encoder"].config.text_config.hidden_size
                 * len(QWEN3_VL_ACTIVATION_LAYERS),
             },
-            outputs=lambda transformer: [transformer.final_layer.linear],
+            outputs=("final_layer.linear",),
         )
-        return build_pipeline(blueprint, description, seed)
 
-    def set_denoiser(self, denoiser: nn.Module) -> None:
-        super().set_denoiser(denoiser)
+    def prepare_denoiser(self, denoiser: nn.Module) -> None:
         compute_positions_off_meta(denoiser, "rotary_emb")
 
     def to_patches(self, latents: Tensor) -> Tensor:
@@ -134,9 +132,9 @@ class Ideogram4(Flux2Latents):
 
         return embed_one_by_one(prompts, embed)
 
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, self.denoiser.config.llm_features_dim, encoder.dtype, torch.bool)
+    @property
+    def prompt_features(self) -> int:
+        return self.denoiser.config.llm_features_dim
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)

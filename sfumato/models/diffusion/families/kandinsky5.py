@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from torch import Tensor
 
 from sfumato.models.diffusion.kandinsky_text import KandinskyText
-from sfumato.models.diffusion.latents import PATCH, KLLatents
+from sfumato.models.diffusion.latents import KLLatents
 from sfumato.models.diffusion.scratch import build_autoencoder
 
 
 class Kandinsky5(KLLatents, KandinskyText):
     """Kandinsky 5 Image Lite. Its pipeline takes the autoencoder to make an eighth of a side."""
 
-    pipeline_class: ClassVar[str] = "Kandinsky5T2IPipeline"
+    pipeline_class = "Kandinsky5T2IPipeline"
     build_vae = staticmethod(build_autoencoder)
-    template_words: ClassVar[str] = (
+    template_words = (
         "system\nYou are a prompt engineer. Describe the image by detailing the color, shape, size, texture, quantity, "
         "text, spatial relationships of the objects and background:\nuser\n{}"
     )
@@ -27,10 +25,6 @@ class Kandinsky5(KLLatents, KandinskyText):
 
     def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
         return 0.0, self.pipeline.vae.config.scaling_factor  # the pipeline does not shift them
-
-    @property
-    def probe_size(self) -> int:
-        return self.vae_factor * PATCH
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         return self.predict_rows(latents[:, :, None], sigma, embeddings)[:, :, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,9 +23,9 @@ class Kandinsky5ImageToImage(Kandinsky5):
     taken, where diffusers draws them at random.
     """
 
-    pipeline_class: ClassVar[str] = "Kandinsky5I2IPipeline"
-    takes_image: ClassVar[bool] = True
-    template_words: ClassVar[str] = (
+    pipeline_class = "Kandinsky5I2IPipeline"
+    takes_image = True
+    template_words = (
         "system\nYou are a prompt engineer. Based on the provided source image (first image) and target image (second "
         "image), create an interesting text prompt that can be used together with the source image to create the "
         "target image:\nuser{}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
-
 from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
@@ -11,28 +9,21 @@ from sfumato.models.diffusion.kandinsky_text import LARGEST_GRID, KandinskyText
 from sfumato.models.diffusion.latents import PATCH, ScaledVideoLatents
 from sfumato.models.diffusion.scratch_autoencoders import build_hunyuan_video_autoencoder
 
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    from sfumato.models.diffusion.base import ModelOptions
-
 
 class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
     """Kandinsky 5 Video Lite from text."""
 
-    pipeline_class: ClassVar[str] = "Kandinsky5T2VPipeline"
+    pipeline_class = "Kandinsky5T2VPipeline"
     build_vae = staticmethod(build_hunyuan_video_autoencoder)
-    template_words: ClassVar[str] = (
+    template_words = (
         "system\nYou are a prompt engineer. Describe the video in detail how camera moves or shakes zoom and view "
         "angle whether it follows objects location of main characters their action dynamism presented actions visual "
         "style is professional footage user generated content some kind animation game scren effects postprocessing "
         "transitions if they attention to order key shown scene describe\nDescribe\nName\nPay\nuser\n{}"
     )
 
-    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a network with block-sparse attention."""
-        super().__init__(pipeline, **options)
-        if pipeline.transformer.config.attention_type == "nabla":
+    def check_components(self) -> None:
+        if self.denoiser.config.attention_type == "nabla":
             raise ConfigError(
                 "model.model_path: a transformer with attention_type nabla chooses blocks of keys from the values of "
                 "its queries, which is not trained here: take a model of 5 seconds with full attention, such as "

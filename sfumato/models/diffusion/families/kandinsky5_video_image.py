@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,7 @@ class Kandinsky5ImageToVideo(SourceLatents, Kandinsky5Video):
     Of the frame's latents the mode is taken, where diffusers draws them at random.
     """
 
-    pipeline_class: ClassVar[str] = "Kandinsky5I2VPipeline"
+    pipeline_class = "Kandinsky5I2VPipeline"
 
     def network_inputs(self, latents: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         frame = embeddings["image_latents"].to(latents)

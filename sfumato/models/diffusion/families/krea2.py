@@ -3,26 +3,18 @@
 A guidance_scale g of its pipeline is g + 1 here, so that the scale means the same for every family.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, cast
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline, make_empty_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart, make_empty_pipeline
 from sfumato.models.diffusion.latents import PATCH, QwenLatents, grid_ids, pack, unpack
 from sfumato.models.diffusion.scratch import build_qwen_autoencoder, build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 DISTILLED_MU = 1.15
 """The dynamic shift of distilled models, whatever the size of the image."""
@@ -31,39 +23,28 @@ DISTILLED_MU = 1.15
 class Krea2(QwenLatents):
     """Krea 2, base and distilled."""
 
-    pipeline_class: ClassVar[str] = "Krea2Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.KREA2
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")  # as for Z-Image
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    pipeline_class = "Krea2Pipeline"
+    parallel_plan = plans.KREA2
+    lora_targets = ("to_k", "to_q", "to_v", "to_out.0")  # as for Z-Image
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights.
-
-        Sections are those of ``build_pipeline``; ``text_encoder_select_layers`` and ``is_distilled`` are arguments of
-        the pipeline.
-        """
-        import diffusers
-
-        layers = cast("Sequence[int] | None", description.get("text_encoder_select_layers"))
-        empty = make_empty_pipeline(diffusers.Krea2Pipeline)
+    def blueprint(cls) -> Blueprint:
+        empty = make_empty_pipeline(cls.pipeline_type())
         template = empty.prompt_template_encode_prefix + empty.prompt_template_encode_suffix
-        text = TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {"generates": False}, {"template": template})
-        blueprint = Blueprint(
-            pipeline=diffusers.Krea2Pipeline,
-            denoiser=diffusers.Krea2Transformer2DModel,
+        text = TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {}, {"template": template})
+        return Blueprint(
+            denoiser="Krea2Transformer2DModel",
             vae=build_qwen_autoencoder,
             texts={"text_encoder": text},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.z_dim * PATCH**2,
                 "text_hidden_dim": parts["text_encoder"].config.text_config.hidden_size,
-                "num_text_layers": len(empty.text_encoder_select_layers if layers is None else layers),
+                "num_text_layers": len(parts.get("text_encoder_select_layers") or empty.text_encoder_select_layers),
             },
-            outputs=lambda transformer: [transformer.final_layer.linear],
+            outputs=("final_layer.linear",),
             scheduler_settings={"use_dynamic_shifting": True, "max_image_seq_len": 6400},
             settings=("text_encoder_select_layers", "is_distilled"),
         )
-        return build_pipeline(blueprint, description, seed)
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, L, D]`` of L layers and ``prompt_mask``, bool ``[B, T]``.

@@ -3,13 +3,9 @@
 Gemma 3 reads a prompt; connectors, which are frozen with it, make an embedding for the video and one for the sound.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -18,7 +14,7 @@ from torch import Tensor
 from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import lead_to_given
 from sfumato.models.diffusion.ltx2_latents import LTX2Latents
 from sfumato.models.diffusion.scratch_encoders import build_gemma3_encoder, build_gemma_tokenizer
@@ -29,40 +25,34 @@ from sfumato.models.diffusion.scratch_ltx2 import (
     build_ltx2_vocoder,
     infer_ltx2_transformer,
 )
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    from sfumato.models.diffusion.base import ModelOptions
 
 
 class LTX2(LTX2Latents):
     """LTX-2 and LTX-2.3 from text."""
 
-    pipeline_class: ClassVar[str] = "LTX2Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.LTX2
+    pipeline_class = "LTX2Pipeline"
+    parallel_plan = plans.LTX2
     # of the self-attention and text of both parts, and of what each takes from the other, as LTX-2's own trainer has it
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_q", "to_k", "to_v", "to_out.0")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "connectors")
-    largest_shift: ClassVar[float] = 2.05
-    image_family: ClassVar[str | None] = "LTX2ImageToVideo"
+    lora_targets = ("to_q", "to_k", "to_v", "to_out.0")
+    encoder_names = ("text_encoder", "connectors")
+    largest_shift = 2.05
+    image_family = "LTX2ImageToVideo"
 
-    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for parts that are not LTX-2's, and lengths of prompts that do not
-        divide."""
-        super().__init__(pipeline, **options)
-        config = pipeline.transformer.config
+    gives_sigmas = True
+
+    def check_components(self) -> None:
+        """As ``DiffusionModel``. Raises ConfigError also for lengths of prompts that do not divide."""
+        config = self.denoiser.config
         if (config.patch_size, config.patch_size_t, config.in_channels) != (1, 1, config.audio_in_channels):
             raise ConfigError(
                 f"model.model_path: a transformer of patches {config.patch_size_t} x {config.patch_size} with "
                 f"{config.in_channels} features for video and {config.audio_in_channels} for sound is not LTX-2's"
             )
-        if pipeline.vae.config.timestep_conditioning:
+        if self.pipeline.vae.config.timestep_conditioning:
             raise ConfigError(
                 "model.model_path: an autoencoder that takes a noise level (timestep_conditioning) is not read"
             )
-        registers = pipeline.connectors.config.video_connector_num_learnable_registers
+        registers = self.pipeline.connectors.config.video_connector_num_learnable_registers
         if registers and self.max_sequence_length % registers:
             raise ConfigError(
                 f"model.max_sequence_length {self.max_sequence_length}: must be a multiple of {registers}, as many "
@@ -70,17 +60,13 @@ class LTX2(LTX2Latents):
             )
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; ``connectors``, ``audio_vae`` and ``vocoder`` are sections, too."""
-        import diffusers
-
-        blueprint = Blueprint(
-            pipeline=diffusers.LTX2Pipeline,
-            denoiser=diffusers.LTX2VideoTransformer3DModel,
+    def blueprint(cls) -> Blueprint:
+        return Blueprint(
+            denoiser="LTX2VideoTransformer3DModel",
             vae=build_ltx2_autoencoder,
             texts={"text_encoder": TextPart(build_gemma3_encoder, build_gemma_tokenizer)},
             infer=infer_ltx2_transformer,
-            outputs=lambda transformer: [transformer.proj_out, transformer.audio_proj_out],
+            outputs=("proj_out", "audio_proj_out"),
             scheduler_settings={
                 "use_dynamic_shifting": True,
                 "base_shift": 0.95,
@@ -95,7 +81,6 @@ class LTX2(LTX2Latents):
                 "connectors": build_ltx2_connectors,
             },
         )
-        return build_pipeline(blueprint, description, seed)
 
     @torch.no_grad()
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -115,10 +100,6 @@ class LTX2(LTX2Latents):
             "sound_prompt_embeds": ((length, connectors.audio_connector.inner_dim), connectors.dtype),
             "prompt_mask": ((length,), torch.int64),
         }
-
-    @property
-    def gives_sigmas(self) -> bool:
-        return True
 
     def video_inputs(self, video: Tensor, timestep: Tensor, embeddings: dict[str, Tensor]) -> Keywords:
         """The network's arguments for the tokens of videos ``[B, C, f h w]`` at timesteps ``[B]``."""
@@ -154,7 +135,7 @@ class LTX2ImageToVideo(LTX2):
     LTX2ImageToVideoPipeline does unless its ``image_crf`` is 0.
     """
 
-    takes_image: ClassVar[bool] = True
+    takes_image = True
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``embed_prompts`` returns, and ``image_tokens`` ``[1, C, h w]`` of the first frame."""

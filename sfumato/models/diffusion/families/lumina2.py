@@ -4,73 +4,47 @@ The network predicts x0 - eps at a time that runs from 0 (noise) to 1. The pipel
 prompt, but not before the empty one of guidance.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Unpack
-
-import torch
 from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, text_shapes, token_counts
+from sfumato.models.diffusion.described import Blueprint, TextPart
+from sfumato.models.diffusion.latents import FlowSchedule, KLLatents, PaddedPrompts, token_counts
 from sfumato.models.diffusion.scratch import build_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_gemma2_encoder, build_gemma_tokenizer
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
-
-    from sfumato.models.diffusion.base import ModelOptions
 
 SMALLEST_NORM = 1e-12
 """Lower bound of a norm, which is zero in a model with new weights."""
 
 
-class Lumina2(KLLatents, FlowSchedule):
+class Lumina2(PaddedPrompts, KLLatents, FlowSchedule):
     """Lumina-Image 2."""
 
-    pipeline_class: ClassVar[str] = "Lumina2Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.LUMINA2
+    pipeline_class = "Lumina2Pipeline"
+    parallel_plan = plans.LUMINA2
     # diffusers examples/dreambooth/train_dreambooth_lora_lumina2.py
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    knows_size: ClassVar[bool] = False  # the pipeline takes the number of channels for that of tokens
+    lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
+    gives_sigmas = True
+    knows_size = False  # the pipeline takes the number of channels for that of tokens
 
-    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``DiffusionModel``."""
-        super().__init__(pipeline, **options)
-        self.set_denoiser(pipeline.transformer)
-
-    def set_denoiser(self, denoiser: nn.Module) -> None:
-        super().set_denoiser(denoiser)
+    def prepare_denoiser(self, denoiser: nn.Module) -> None:
         denoiser.get_submodule("rope_embedder").register_forward_pre_hook(_count_tokens)
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``.
-
-        The pipeline takes the autoencoder to make an eighth of a side.
-        """
-        import diffusers
-
-        blueprint = Blueprint(
-            pipeline=diffusers.Lumina2Pipeline,
-            denoiser=diffusers.Lumina2Transformer2DModel,
+    def blueprint(cls) -> Blueprint:
+        """As ``DiffusionModel``; the pipeline takes the autoencoder to make an eighth of a side."""
+        return Blueprint(
+            denoiser="Lumina2Transformer2DModel",
             vae=build_autoencoder,
             texts={"text_encoder": TextPart(build_gemma2_encoder, build_gemma_tokenizer)},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.latent_channels,
                 "cap_feat_dim": parts["text_encoder"].config.hidden_size,
             },
-            outputs=lambda transformer: [transformer.norm_out.linear_2],
+            outputs=("norm_out.linear_2",),
             scheduler_settings={"shift": 6.0},
         )
-        return build_pipeline(blueprint, description, seed)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt behind the system prompt, which counts towards the limit."""
@@ -83,21 +57,9 @@ class Lumina2(KLLatents, FlowSchedule):
         )
         return {"prompt_embeds": embeds, "prompt_mask": mask.bool()}
 
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, encoder.config.hidden_size, encoder.dtype, torch.bool)
-
-    @property
-    def gives_sigmas(self) -> bool:
-        return True
-
     @property
     def patch(self) -> int:
         return self.denoiser.config.patch_size
-
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * self.patch
 
     @property
     def longest_side(self) -> int:

@@ -4,74 +4,50 @@ The model takes prompts of any length. Here they are padded to one length, with 
 on the other prompts of its batch.
 """
 
-
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
-
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline, make_empty_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart, make_empty_pipeline
 from sfumato.models.diffusion.latents import (
     PATCH,
+    PaddedPrompts,
     QwenLatents,
     embed_one_by_one,
     num_tokens,
     pack,
     padded,
     split_images,
-    text_shapes,
     unpack,
 )
 from sfumato.models.diffusion.scratch import build_qwen_autoencoder, build_qwen_tokenizer, build_qwen_vl_encoder
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 SMALLEST_NORM = 1e-12
 """Lower bound of the norm of a token, which is zero in a model with new weights."""
 
 
-class QwenImage(QwenLatents):
+class QwenImage(PaddedPrompts, QwenLatents):
     """Qwen-Image."""
 
-    pipeline_class: ClassVar[str] = "QwenImagePipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.QWEN_IMAGE
-    lora_targets: ClassVar[tuple[str, ...]] = (  # flow_grpo scripts/train_qwenimage_edit_plus.py
+    pipeline_class = "QwenImagePipeline"
+    parallel_plan = plans.QWEN_IMAGE
+    lora_targets = (  # flow_grpo scripts/train_qwenimage_edit_plus.py
         *plans.JOINT_TARGETS,
         "img_mlp.net.0.proj",
         "img_mlp.net.2",
         "txt_mlp.net.0.proj",
         "txt_mlp.net.2",
     )
-    caches_steps: ClassVar[bool] = True
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    further_parts: ClassVar[Mapping[str, Callable[..., object]]] = {}
-    """Further components of a pipeline that is made here: see ``Blueprint``."""
+    caches_steps = True
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights.
-
-        Sections are those of ``build_pipeline``, and for editing ``processor``.
-
-        Raises:
-            MissingDependencyError: for editing without torchvision.
-        """
-        from diffusers import QwenImageTransformer2DModel
-
+    def blueprint(cls) -> Blueprint:
         template = make_empty_pipeline(cls.pipeline_type()).prompt_template_encode
         text = TextPart(build_qwen_vl_encoder, build_qwen_tokenizer, {}, {"template": template})
-        blueprint = Blueprint(
-            pipeline=cls.pipeline_type(),
-            denoiser=QwenImageTransformer2DModel,
+        return Blueprint(
+            denoiser="QwenImageTransformer2DModel",
             vae=build_qwen_autoencoder,
             texts={"text_encoder": text},
             infer=lambda parts: {
@@ -79,10 +55,7 @@ class QwenImage(QwenLatents):
                 "out_channels": parts["vae"].config.z_dim,
                 "joint_attention_dim": parts["text_encoder"].config.text_config.hidden_size,
             },
-            outputs=lambda transformer: [transformer.proj_out],
-            further=cls.further_parts,
         )
-        return build_pipeline(blueprint, description, seed)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt with the end of the template; the pipeline drops the beginning of it from the embeddings."""
@@ -99,11 +72,6 @@ class QwenImage(QwenLatents):
             )
 
         return embed_one_by_one(prompts, embed)
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        features = encoder.config.get_text_config().hidden_size
-        return text_shapes(self.max_sequence_length, features, encoder.dtype, torch.bool)
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance, after which every token is rescaled to its norm in the conditional branch.

@@ -5,13 +5,9 @@ without padding: in a batch of its pipeline a picture depends on the longest of 
 source images stand within the prompt.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -20,8 +16,9 @@ from torch import Tensor
 from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import (
+    PaddedPrompts,
     embed_one_by_one,
     encode_sources,
     num_tokens,
@@ -35,50 +32,38 @@ from sfumato.models.diffusion.latents import (
 from sfumato.models.diffusion.qwen_image21_latents import SLOT, QwenImage21Latents, count_segments
 from sfumato.models.diffusion.scratch import build_qwen_tokenizer
 from sfumato.models.diffusion.scratch_autoencoders import build_qwen21_autoencoder
-from sfumato.models.diffusion.scratch_encoders import build_qwen3_vl_encoder, build_qwen3_vl_processor
+from sfumato.models.diffusion.scratch_encoders import (
+    build_qwen3_vl_causal_encoder,
+    build_qwen3_vl_processor,
+)
 from sfumato.models.diffusion.valueless_masks import has_values
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 SYSTEM_TURN = "system\nComprehend and analyze the provided prompt.\nuser\n{}\nassistant\n"
 """Words of the pipeline's template, which become tokens of a tokenizer that is made here."""
 
 
-class QwenImage21(QwenImage21Latents):
+class QwenImage21(PaddedPrompts, QwenImage21Latents):
     """Qwen-Image 2.1 from text."""
 
-    pipeline_class: ClassVar[str] = "QwenImage21Pipeline"
-    image_family: ClassVar[str | None] = "QwenImage21Edit"
-    parallel_plan: ClassVar[ParallelPlan] = plans.QWEN_IMAGE21
-    lora_targets: ClassVar[tuple[str, ...]] = (  # radixark/miles_diffusion, its Flow-GRPO of this model
+    pipeline_class = "QwenImage21Pipeline"
+    image_family = "QwenImage21Edit"
+    parallel_plan = plans.QWEN_IMAGE21
+    lora_targets = (  # radixark/miles_diffusion, its Flow-GRPO of this model
         *("to_k", "to_q", "to_v", "to_out.0"),
         *("img_mlp.proj", "img_mlp.out", "img_mlp.gate_layer"),
     )
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    prompt_tokenizer: ClassVar[str] = "processor"
+    prompt_tokenizer = "processor"
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights.
+    def blueprint(cls) -> Blueprint:
+        """As ``DiffusionModel``; the autoencoder must make a sixteenth of a side.
 
-        Sections are those of ``build_pipeline`` and ``processor``; ``sample_sigmas`` is an argument of the pipeline.
-        The autoencoder must make a sixteenth of a side.
-
-        Raises:
-            MissingDependencyError: without torchvision.
+        ``build`` raises MissingDependencyError without torchvision.
         """
-        import diffusers
-
-        def assemble(tokenizer: object, **parts: object) -> DiffusionPipeline:
-            return diffusers.QwenImage21Pipeline(**parts)  # pyright: ignore[reportArgumentType]
-
         tokenizer_fixed = {"template": SYSTEM_TURN}
-        text = TextPart(build_qwen3_vl_encoder, build_qwen_tokenizer, {"generates": True}, tokenizer_fixed)
-        blueprint = Blueprint(
-            pipeline=assemble,
-            denoiser=diffusers.QwenImage21Transformer2DModel,
+        text = TextPart(build_qwen3_vl_causal_encoder, build_qwen_tokenizer, {}, tokenizer_fixed)
+        return Blueprint(
+            denoiser="QwenImage21Transformer2DModel",
             vae=build_qwen21_autoencoder,
             texts={"text_encoder": text},
             infer=lambda parts: {
@@ -86,12 +71,11 @@ class QwenImage21(QwenImage21Latents):
                 "out_channels": parts["vae"].config.z_dim,
                 "context_in_dim": parts["text_encoder"].config.text_config.hidden_size,
             },
-            outputs=lambda transformer: [transformer.proj_out],
             scheduler_settings={"use_dynamic_shifting": True},
             settings=("sample_sigmas",),
             further={"processor": build_qwen3_vl_processor},
+            unused=("tokenizer",),
         )
-        return build_pipeline(blueprint, description, seed)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt with its turn of the template; the pipeline drops the system's from the embeddings."""
@@ -107,10 +91,6 @@ class QwenImage21(QwenImage21Latents):
             prompts,
             lambda prompt: padded(self.pipeline.encode_prompt(prompt, device=self.device)[0][:, :length], length),
         )
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, encoder.config.text_config.hidden_size, encoder.dtype, torch.bool)
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)
@@ -147,7 +127,7 @@ class QwenImage21(QwenImage21Latents):
 class QwenImage21Edit(QwenImage21):
     """Qwen-Image 2.1 with source images. They keep their size, whereas the pipeline brings them to its resolution."""
 
-    takes_image: ClassVar[bool] = True
+    takes_image = True
     most_source_images = MOST_SOURCE_IMAGES
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
@@ -181,9 +161,8 @@ class QwenImage21Edit(QwenImage21):
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         num_slots = self.max_source_images * num_tokens(self.latent_shape(height, width), 1) // SLOT
         length = self.max_sequence_length + num_slots
-        encoder = self.pipeline.text_encoder
         return {
-            **text_shapes(length, encoder.config.text_config.hidden_size, encoder.dtype, torch.bool),
+            **text_shapes(length, self.prompt_features, self.pipeline.text_encoder.dtype, torch.bool),
             "image_slots": ((length,), torch.bool),
             "image_latents": (source_shape(self, height, width), torch.float32),
         }

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import ClassVar
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.sections import MOST_SOURCE_IMAGES
+from sfumato.models.diffusion.described import Blueprint
 from sfumato.models.diffusion.families.qwen_image import QwenImage
 from sfumato.models.diffusion.latents import (
     count_image_tokens,
@@ -36,9 +37,13 @@ class QwenImageEdit(QwenImage):
     The image keeps its size, whereas diffusers' pipeline first resizes it to about a megapixel.
     """
 
-    pipeline_class: ClassVar[str] = "QwenImageEditPipeline"
-    takes_image: ClassVar[bool] = True
-    further_parts: ClassVar[Mapping[str, Callable[..., object]]] = {"processor": _make_processor}
+    pipeline_class = "QwenImageEditPipeline"
+    takes_image = True
+
+    @classmethod
+    def blueprint(cls) -> Blueprint:
+        """As ``DiffusionModel``; ``build`` raises MissingDependencyError without torchvision."""
+        return replace(super().blueprint(), further={"processor": _make_processor})
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
         """What ``embed_prompts`` returns, for prompt and image, and ``image_latents`` ``[1, C, H, W]``; of several
@@ -60,9 +65,8 @@ class QwenImageEdit(QwenImage):
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
         image = self._resize_for_encoder(Image.new("RGB", (width, height)))
         length = self.max_sequence_length + self.max_source_images * self._count_image_tokens(image)
-        encoder = self.pipeline.text_encoder
         return {
-            **text_shapes(length, encoder.config.get_text_config().hidden_size, encoder.dtype, torch.bool),
+            **text_shapes(length, self.prompt_features, self.pipeline.text_encoder.dtype, torch.bool),
             "image_latents": (source_shape(self, height, width), torch.float32),
         }
 
@@ -79,7 +83,7 @@ class QwenImageEditPlus(QwenImageEdit):
     """Qwen-Image-Edit-2509 and 2511, with one image or several, which are resized for Qwen2.5-VL alone, as in the
     pipeline."""
 
-    pipeline_class: ClassVar[str] = "QwenImageEditPlusPipeline"
+    pipeline_class = "QwenImageEditPlusPipeline"
     most_source_images = MOST_SOURCE_IMAGES
 
     def _resize_for_encoder(self, image: Image.Image) -> Image.Image:

@@ -4,39 +4,29 @@ The pipeline puts instructions before every prompt, but not before the empty one
 both, the first token and the last ``max_sequence_length`` - 1 are read.
 """
 
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import FlowSchedule, check_size, embed_one_by_one, text_shapes
+from sfumato.models.diffusion.described import Blueprint, TextPart
+from sfumato.models.diffusion.latents import FlowSchedule, PaddedPrompts, check_size, embed_one_by_one
 from sfumato.models.diffusion.scratch_autoencoders import build_dc_autoencoder
 from sfumato.models.diffusion.scratch_encoders import build_gemma2_encoder, build_gemma_tokenizer
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 """Settings of the published DPMSolverMultistepScheduler."""
 
 
-class SanaText(FlowSchedule):
+class SanaText(PaddedPrompts, FlowSchedule):
     """Base class of Sana's families: prompts and time."""
 
     # diffusers examples/dreambooth/train_dreambooth_lora_sana.py
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
-    knows_size: ClassVar[bool] = False
+    lora_targets = ("to_k", "to_q", "to_v")
+    knows_size = False
 
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is ``max_sequence_length``."""
@@ -54,10 +44,6 @@ class SanaText(FlowSchedule):
 
         return embed_one_by_one(prompts, embed)
 
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, encoder.config.hidden_size, encoder.dtype, torch.bool)
-
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         velocity = self.denoiser(
             latents,
@@ -72,17 +58,13 @@ class SanaText(FlowSchedule):
 class Sana(SanaText):
     """Sana and Sana 1.5, without Sana-Sprint, whose pipeline is another one."""
 
-    pipeline_class: ClassVar[str] = "SanaPipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.SANA
+    pipeline_class = "SanaPipeline"
+    parallel_plan = plans.SANA
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
-        import diffusers
-
-        blueprint = Blueprint(
-            pipeline=diffusers.SanaPipeline,
-            denoiser=diffusers.SanaTransformer2DModel,
+    def blueprint(cls) -> Blueprint:
+        return Blueprint(
+            denoiser="SanaTransformer2DModel",
             vae=build_dc_autoencoder,
             texts={"text_encoder": TextPart(build_gemma2_encoder, build_gemma_tokenizer)},
             infer=lambda parts: {
@@ -90,11 +72,9 @@ class Sana(SanaText):
                 "out_channels": parts["vae"].config.latent_channels,
                 "caption_channels": parts["text_encoder"].config.hidden_size,
             },
-            outputs=lambda transformer: [transformer.proj_out],
-            scheduler=diffusers.DPMSolverMultistepScheduler,
+            scheduler="DPMSolverMultistepScheduler",
             scheduler_settings=PUBLISHED_SCHEDULE,
         )
-        return build_pipeline(blueprint, description, seed)
 
     @property
     def probe_size(self) -> int:

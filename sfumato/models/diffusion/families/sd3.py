@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,6 @@ from sfumato.models.diffusion.scratch import (
     start_at_zero,
     unknown_keys,
 )
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -35,14 +34,14 @@ if TYPE_CHECKING:
 class StableDiffusion3(KLLatents, FlowSchedule):
     """The SD3 family."""
 
-    pipeline_class: ClassVar[str] = "StableDiffusion3Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.SD3
-    shortest_prompt: ClassVar[int] = 0
-    largest_shift: ClassVar[float] = 1.16
-    lora_targets: ClassVar[tuple[str, ...]] = plans.JOINT_TARGETS  # flow_grpo scripts/train_sd3.py
-    caches_steps: ClassVar[bool] = True
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2", "text_encoder_3")
-    optional_parts: ClassVar[tuple[str, ...]] = ("text_encoder_3",)
+    pipeline_class = "StableDiffusion3Pipeline"
+    parallel_plan = plans.SD3
+    shortest_prompt = 0
+    largest_shift = 1.16
+    lora_targets = plans.JOINT_TARGETS  # flow_grpo scripts/train_sd3.py
+    caches_steps = True
+    encoder_names = ("text_encoder", "text_encoder_2", "text_encoder_3")
+    optional_parts = ("text_encoder_3",)
 
     @classmethod
     def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
@@ -62,11 +61,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         tokens = section_of(description, "tokenizer", build_clip_tokenizer)
         text = section_of(description, "text_encoder", build_clip_encoder, reserved=["tokenizer", "projection"])
         has_t5 = description.get("t5") is not None
-        t5 = (
-            section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "width", "silent"])
-            if has_t5
-            else None
-        )
+        t5 = section_of(description, "t5", build_t5_encoder, reserved=["tokenizer", "width"]) if has_t5 else None
         words = tokens.get("words", ())
         tokenizer = build_clip_tokenizer(**tokens)
         with torch.random.fork_rng(devices=[]):
@@ -85,6 +80,8 @@ class StableDiffusion3(KLLatents, FlowSchedule):
             vae = build_autoencoder(**vae_settings)
             t5_tokenizer = None if t5 is None else build_t5_tokenizer(words)
             t5_encoder = None if t5 is None else build_t5_encoder(t5_tokenizer, settings["joint_attention_dim"], **t5)  # pyright: ignore[reportArgumentType]
+            if t5_encoder is not None:  # random features would disturb; the pipeline has zeros for a missing T5, too
+                torch.nn.init.zeros_(t5_encoder.encoder.final_layer_norm.weight)
         return StableDiffusion3Pipeline(
             transformer=transformer,
             scheduler=FlowMatchEulerDiscreteScheduler(**scheduler),
@@ -128,10 +125,6 @@ class StableDiffusion3(KLLatents, FlowSchedule):
     @property
     def longest_side(self) -> int:
         return self.probe_size * self.denoiser.config.pos_embed_max_size
-
-    @property
-    def probe_size(self) -> int:
-        return self.pipeline.vae_scale_factor * self.pipeline.patch_size
 
     @property
     def patch(self) -> int:

@@ -9,26 +9,21 @@ The length of the sound goes in beside the text, as one more token and in the mo
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import FlowSchedule
+from sfumato.models.diffusion.scratch_encoders import build_t5gemma_encoder
 from sfumato.models.diffusion.scratch_sound import (
     build_duration_embedder,
     build_same_autoencoder,
     build_short_gemma_tokenizer,
-    build_t5gemma_encoder,
 )
 from sfumato.models.diffusion.waveform_latents import WaveformLatents
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 LONGEST_PROMPT = 256
 """Tokens of a prompt that the pipeline reads; shorter ones are filled up to it, and the network reads the padding."""
@@ -37,19 +32,15 @@ LONGEST_PROMPT = 256
 class StableAudio3(WaveformLatents, FlowSchedule):
     """Stable Audio 3 from text."""
 
-    pipeline_class: ClassVar[str] = "StableAudio3Pipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.STABLE_AUDIO3
-    lora_targets: ClassVar[tuple[str, ...]] = ()  # diffusers' class takes no adapters
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "duration_embedder")
+    pipeline_class = "StableAudio3Pipeline"
+    parallel_plan = plans.STABLE_AUDIO3
+    lora_targets = ()  # diffusers' class takes no adapters
+    encoder_names = ("text_encoder", "duration_embedder")
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; see ``build_pipeline``; ``duration_embedder`` is a section, too."""
-        import diffusers
-
-        blueprint = Blueprint(
-            pipeline=diffusers.StableAudio3Pipeline,
-            denoiser=diffusers.StableAudio3DiTModel,
+    def blueprint(cls) -> Blueprint:
+        return Blueprint(
+            denoiser="StableAudio3DiTModel",
             vae=build_same_autoencoder,
             texts={"text_encoder": TextPart(build_t5gemma_encoder, build_short_gemma_tokenizer)},
             infer=lambda parts: {
@@ -58,11 +49,9 @@ class StableAudio3(WaveformLatents, FlowSchedule):
                 "global_cond_dim": parts["duration_embedder"].config.output_dim,
                 "local_add_cond_dim": parts["vae"].config.latent_dim + 1,
             },
-            outputs=lambda transformer: [transformer.proj_out],
             scheduler_settings={"num_train_timesteps": 1},
             further={"duration_embedder": build_duration_embedder},
         )
-        return build_pipeline(blueprint, description, seed)
 
     @property
     def prompt_limit(self) -> int:

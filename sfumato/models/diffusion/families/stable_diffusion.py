@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,14 +24,12 @@ from sfumato.models.diffusion.scratch import (
     section_of,
     unknown_keys,
 )
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
     from transformers import PreTrainedTokenizerBase
 
     from sfumato.config.sections import TrainConfig
-    from sfumato.models.diffusion.base import ModelOptions
     from sfumato.parallel.mesh import Mesh
 
 PUBLISHED_SCHEDULE = {
@@ -48,23 +46,20 @@ PUBLISHED_SCHEDULE = {
 class StableDiffusion(KLLatents, VariancePreserving):
     """Stable Diffusion 1.5 and 2."""
 
-    pipeline_class: ClassVar[str] = "StableDiffusionPipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.UNET
-    shortest_prompt: ClassVar[int] = 0  # CLIP's length is its own
-    lora_targets: ClassVar[tuple[str, ...]] = (  # diffusers examples/text_to_image/train_text_to_image_lora.py
+    pipeline_class = "StableDiffusionPipeline"
+    parallel_plan = plans.UNET
+    shortest_prompt = 0  # CLIP's length is its own
+    lora_targets = (  # diffusers examples/text_to_image/train_text_to_image_lora.py
         "to_k",
         "to_out.0",
         "to_q",
         "to_v",
     )
-    denoiser_name: ClassVar[str] = "unet"
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    denoiser_name = "unet"
 
-    def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
-        """As ``DiffusionModel``. Raises ConfigError for a UNet with further inputs."""
-        super().__init__(pipeline, **options)
-        unet = pipeline.unet.config
-        channels = pipeline.vae.config.latent_channels
+    def check_components(self) -> None:
+        unet = self.denoiser.config
+        channels = self.pipeline.vae.config.latent_channels
         if unet.in_channels != channels or unet.time_cond_proj_dim is not None:
             raise ConfigError(
                 f"{self.pipeline_class}: the UNet takes more than {channels} channels of latents, timestep and text "
@@ -129,10 +124,6 @@ class StableDiffusion(KLLatents, VariancePreserving):
         if height % factor or width % factor:
             raise ValueError(f"height {height} and width {width} must be multiples of {factor} pixels")
         return (self.denoiser.config.in_channels, height // factor, width // factor)
-
-    @property
-    def probe_size(self) -> int:
-        return 2 * self.pipeline.vae_scale_factor
 
     def _latent_scale(self, like: Tensor) -> tuple[Tensor, Tensor]:
         config = self.pipeline.vae.config

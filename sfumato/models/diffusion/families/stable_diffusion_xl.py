@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class StableDiffusionXL(StableDiffusion):
     """Stable Diffusion XL: two text encoders, and a pooled embedding, size and crop of the image as conditions."""
 
-    pipeline_class: ClassVar[str] = "StableDiffusionXLPipeline"
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "text_encoder_2")
+    pipeline_class = "StableDiffusionXLPipeline"
+    encoder_names = ("text_encoder", "text_encoder_2")
 
     @classmethod
     def _build_encoders(cls, tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> dict[str, object]:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sfumato.config.open_mappings import Keywords
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.families.wan_pair import WanDenoisers
-from sfumato.models.diffusion.latents import FlowSchedule, VideoLatents, text_shapes
+from sfumato.models.diffusion.latents import FlowSchedule, PaddedPrompts, VideoLatents
 from sfumato.models.diffusion.scratch import (
     build_clip_vision_encoder,
     build_t5_tokenizer,
@@ -30,7 +30,6 @@ from sfumato.models.diffusion.scratch import (
     start_at_zero,
     unknown_keys,
 )
-from sfumato.parallel.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -68,15 +67,15 @@ ALMOST_ONE = 2e-6
 """A noise level closer to 1 than this becomes 1: UniPC's schedule avoids 1 for a logarithm that is not needed here."""
 
 
-class Wan(WanDenoisers, VideoLatents, FlowSchedule):
+class Wan(WanDenoisers, PaddedPrompts, VideoLatents, FlowSchedule):
     """Text to video."""
 
-    pipeline_class: ClassVar[str] = "WanPipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.WAN
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
-    caches_steps: ClassVar[bool] = True
-    knows_size: ClassVar[bool] = False
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    pipeline_class = "WanPipeline"
+    parallel_plan = plans.WAN
+    lora_targets = ("to_k", "to_out.0", "to_q", "to_v")  # flow_grpo scripts/train_wan2_1.py
+    caches_steps = True
+    knows_size = False
+    mask_dtype = None
     sections: ClassVar[tuple[str, ...]] = (
         "transformer",
         "transformer_2",
@@ -157,10 +156,6 @@ class Wan(WanDenoisers, VideoLatents, FlowSchedule):
             device=self.device,
         )
         return {"prompt_embeds": embeds}
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, encoder.config.d_model, encoder.dtype)
 
     @property
     def spatial_patch(self) -> int:

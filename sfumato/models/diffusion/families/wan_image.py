@@ -9,7 +9,7 @@ With ``expand_timesteps`` (Wan 2.2 5B) the tokens of the given first frame have 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import numpy as np
 import torch
@@ -39,11 +39,11 @@ class WanImageToVideo(Wan):
     ``frames`` must be set before prompts and images are embedded.
     """
 
-    pipeline_class: ClassVar[str] = "WanImageToVideoPipeline"
-    takes_image: ClassVar[bool] = True
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder", "image_encoder")
-    optional_parts: ClassVar[tuple[str, ...]] = ("image_encoder",)
-    sections: ClassVar[tuple[str, ...]] = (*Wan.sections, "image_encoder")
+    pipeline_class = "WanImageToVideoPipeline"
+    takes_image = True
+    encoder_names = ("text_encoder", "image_encoder")
+    optional_parts = ("image_encoder",)
+    sections = (*Wan.sections, "image_encoder")
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``Wan``. Raises ConfigError also when the pipeline lacks an image encoder that the transformer needs."""

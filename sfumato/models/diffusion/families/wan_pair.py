@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, Unpack
+from typing import TYPE_CHECKING, Unpack
 
 import torch
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ class WanPair(nn.Module):
 class WanDenoisers(FlowSchedule):
     """What Wan's families do with one transformer, or with two as a ``WanPair``."""
 
-    further_denoisers: ClassVar[tuple[str, ...]] = ("transformer_2",)
+    further_denoisers = ("transformer_2",)
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError when a pipeline with two transformers lacks what they need."""

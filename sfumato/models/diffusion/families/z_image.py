@@ -4,54 +4,38 @@ The network predicts the negative velocity, x0 - eps, at a time that runs from 0
 pipeline is g + 1 here, so that the scale means the same for every family.
 """
 
-
-# diffusers fills its namespaces lazily, which type checkers do not see
-# pyright: reportPrivateImportUsage=false
-
 from __future__ import annotations
-
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from sfumato.models.diffusion import plans
-from sfumato.models.diffusion.described import Blueprint, TextPart, build_pipeline
-from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, padded, text_shapes, token_counts
-from sfumato.models.diffusion.scratch import build_autoencoder, build_qwen3_encoder, build_qwen_tokenizer
-from sfumato.parallel.plan import ParallelPlan
-
-if TYPE_CHECKING:
-    from diffusers.pipelines.pipeline_utils import DiffusionPipeline
+from sfumato.models.diffusion.described import Blueprint, TextPart
+from sfumato.models.diffusion.latents import PATCH, FlowTokens, KLLatents, PaddedPrompts, pad_rows, token_counts
+from sfumato.models.diffusion.scratch import build_autoencoder, build_qwen_tokenizer
+from sfumato.models.diffusion.scratch_encoders import build_qwen3_encoder
 
 
-class ZImage(KLLatents, FlowTokens):
+class ZImage(PaddedPrompts, KLLatents, FlowTokens):
     """Z-Image and Z-Image-Turbo."""
 
-    pipeline_class: ClassVar[str] = "ZImagePipeline"
-    parallel_plan: ClassVar[ParallelPlan] = plans.Z_IMAGE
+    pipeline_class = "ZImagePipeline"
+    parallel_plan = plans.Z_IMAGE
     # diffusers examples/dreambooth/train_dreambooth_lora_z_image.py
-    lora_targets: ClassVar[tuple[str, ...]] = ("to_k", "to_q", "to_v", "to_out.0")
-    encoder_names: ClassVar[tuple[str, ...]] = ("text_encoder",)
+    lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
 
     @classmethod
-    def build(cls, description: Mapping[str, object], seed: int) -> DiffusionPipeline:
-        """Builds a pipeline with random weights; sections are those of ``build_pipeline``."""
-        import diffusers
-
-        blueprint = Blueprint(
-            pipeline=diffusers.ZImagePipeline,
-            denoiser=diffusers.ZImageTransformer2DModel,
+    def blueprint(cls) -> Blueprint:
+        return Blueprint(
+            denoiser="ZImageTransformer2DModel",
             vae=build_autoencoder,
             texts={"text_encoder": TextPart(build_qwen3_encoder, build_qwen_tokenizer, {}, {"template": ""})},
             infer=lambda parts: {
                 "in_channels": parts["vae"].config.latent_channels,
                 "cap_feat_dim": parts["text_encoder"].config.hidden_size,
             },
-            outputs=lambda transformer: [layer.linear for layer in transformer.all_final_layer.values()],
+            outputs=("all_final_layer.*.linear",),
         )
-        return build_pipeline(blueprint, description, seed)
 
     def prompt_as_read(self, prompt: str) -> str:
         """The prompt as a message of a chat, with the chat template."""
@@ -66,12 +50,7 @@ class ZImage(KLLatents, FlowTokens):
         rows, _ = self.pipeline.encode_prompt(
             list(prompts), device=self.device, do_classifier_free_guidance=False, max_sequence_length=length
         )
-        parts = [padded(row[None], length) for row in rows]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        encoder = self.pipeline.text_encoder
-        return text_shapes(self.max_sequence_length, encoder.config.hidden_size, encoder.dtype, torch.bool)
+        return pad_rows(rows, length)
 
     @property
     def longest_side(self) -> int:
