@@ -161,7 +161,7 @@ def check_config(
         or smallest_number_of_ranks(config.train)
     )
     name, config = load_for_task(path, overrides, name, None if pool else ranks)
-    layout = Layout.from_config(config.train, ranks)
+    layout = Layout.resolve(config.train, ranks)
     findings = Findings(str(path), name, layout, *_describe_device(config.train.device, ranks, device_gib))
     findings.notes += describe_untested_versions()
     if with_data:

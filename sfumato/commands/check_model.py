@@ -97,7 +97,7 @@ def smallest_number_of_ranks(config: ParallelConfig) -> int:
     error: ConfigError | None = None
     for count in range(config.ranks_per_sample, MOST_RANKS + 1, config.ranks_per_sample):
         try:
-            Layout.from_config(config, count)
+            Layout.resolve(config, count)
         except ConfigError as size_error:
             error = size_error
             continue
@@ -290,7 +290,7 @@ def _try_changes(
     if config.train.data_parallel_mode == "ddp":
         return
     for times in (2, 4, 8):
-        more = Layout.from_config(config.train, layout.size * times)
+        more = Layout.resolve(config.train, layout.size * times)
         yield f"{more.size} processes instead of {layout.size}", (size := _needed_with(config, {}, more, on_gpu, limit))
         if size <= limit:
             return
@@ -342,6 +342,6 @@ def _needed_with(config: TaskConfig, changes: Mapping[str, object], layout: Layo
         model = model.model_copy(update={"offload_idle": offload_idle})
     train = config.train.model_copy(update=changes)
     changed = config.model_copy(update={"train": train, "model": model})
-    layout = Layout.from_config(train, layout.size)
+    layout = Layout.resolve(train, layout.size)
     ranks, _ = _plan_for(changed, planned_of(changed, layout, on_gpu), layout, on_gpu, limit)
     return max(needed(rank, on_gpu) for rank in ranks)

@@ -55,7 +55,7 @@ class Layout:
     ep: int = 1
 
     @classmethod
-    def from_config(cls, config: ParallelConfig, world_size: int) -> Layout:
+    def resolve(cls, config: ParallelConfig, world_size: int) -> Layout:
         """The layout of a configuration on ``world_size`` processes.
 
         Raises:

@@ -303,7 +303,7 @@ def build_mesh(config: TrainConfig, replays: bool = False) -> Mesh:
     launched = read_launched()
     size = launched.world_size
     rank = launched.rank
-    layout = Layout.from_config(config, size)
+    layout = Layout.resolve(config, size)
     if config.device == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
             "train.device is cuda, but torch finds no GPU: install a CUDA build of torch, or set it to auto"

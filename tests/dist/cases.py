@@ -410,7 +410,7 @@ def make_mesh(**config: Any) -> tuple[Mesh, ParallelConfig]:
     """The mesh of this process's group, or of one plain process."""
     parsed = ParallelConfig(**config)
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
-    return Mesh(Layout.from_config(parsed, size), torch.device("cpu"), rank), parsed
+    return Mesh(Layout.resolve(parsed, size), torch.device("cpu"), rank), parsed
 
 
 def build(kind: str, lora: bool = False) -> nn.Module:

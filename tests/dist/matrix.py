@@ -97,7 +97,7 @@ def reason(num_ranks: int, config: dict[str, Any]) -> str:
     from sfumato.parallel.layout import Layout
 
     try:
-        Layout.from_config(ParallelConfig(**config), num_ranks)
+        Layout.resolve(ParallelConfig(**config), num_ranks)
     except (ConfigError, ValueError) as error:
         text = str(error.errors()[0]["msg"]) if hasattr(error, "errors") else str(error)
         return text.removeprefix("Value error, ")

@@ -162,7 +162,7 @@ def train(kind: str, **settings: Any) -> Outcome | str:
     config = load_config(TextTrainConfig, overrides={"output_dir": "unused", "device": "cpu", **settings})
     size, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
     try:
-        mesh = Mesh(Layout.from_config(config, size), torch.device("cpu"), rank)
+        mesh = Mesh(Layout.resolve(config, size), torch.device("cpu"), rank)
         model = build(kind, config)
         model.parallelize(mesh, config)
         section = LanguageModelConfig(config_path="unused", tokenizer_path="bytes")

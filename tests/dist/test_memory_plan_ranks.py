@@ -41,7 +41,7 @@ def section(folder: str, settings: dict[str, Any]) -> TrainConfig:
 def real_bytes(build: Any, folder: str, settings: dict[str, Any]) -> tuple[int, int, int]:
     """Bytes of weights and buffers, of gradients, and of optimiser state of this rank."""
     config, module = section(folder, settings), build()
-    mesh = Mesh(Layout.from_config(config, 4), torch.device("cpu"), torch.distributed.get_rank())
+    mesh = Mesh(Layout.resolve(config, 4), torch.device("cpu"), torch.distributed.get_rank())
     plan = language_plan(module)
     if mesh.layout.pp > 1:
         module = build_pipeline(module, mesh, config, plan).module

@@ -27,7 +27,7 @@ def sample(folder: str, mode: str) -> tuple[dict[str, float], bool]:
     """Metrics of a cached evaluation, and whether another one without it gives what it gave before."""
     train = TrainConfig(output_dir=folder, **MODES[mode].config)
     rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    mesh = Mesh(Layout.from_config(train, size), torch.device("cpu"), rank)
+    mesh = Mesh(Layout.resolve(train, size), torch.device("cpu"), rank)
     model = build_diffusion_model(ModelConfig(model_path=folder, max_sequence_length=7))
     model.parallelize(mesh, train)
     prompt = PROMPTS[mesh.data_rank]

@@ -578,6 +578,6 @@ def test_what_an_engine_has_room_for_is_told(tensor_parallel_size, dtype, text, 
     _, config = load_for_task(ROOT / "configs/text_rl/qwen3_30b_a3b_gspo.yaml", overrides, None, None)
     engine = VllmSettings(tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_model_len=18432)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
-    layout = Layout.from_config(config.train, 48)
+    layout = Layout.resolve(config.train, 48)
     told, has_room = describe_engine(config, planned_of(config, layout, True), layout, 80 * 2**30)
     assert re.search(text, told) and "of 120 that are drawn by each engine" in told and has_room == fits

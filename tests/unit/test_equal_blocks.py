@@ -57,7 +57,7 @@ def test_language_models(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: 
     model = LanguageModelConfig(config_path=str(tmp_path / "model.yaml"), tokenizer_path="none", lora=lora)
     data = TextDataConfig(train_path="none.jsonl", max_seq_len=64)
     train = load_config(TextTrainConfig, overrides={"output_dir": str(tmp_path), **settings})
-    layout = Layout.from_config(train, train.tensor_parallel_size)
+    layout = Layout.resolve(train, train.tensor_parallel_size)
     planned = plan_language_model(model, data, train, layout, on_gpu=False)
     compare(monkeypatch, lambda: count_activations(planned, train, layout))
 

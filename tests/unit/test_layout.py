@@ -10,7 +10,7 @@ from sfumato.parallel.layout import AXES, VIEWS, Layout
 
 
 def layout(world_size: int, **config) -> Layout:
-    return Layout.from_config(ParallelConfig(**config), world_size)
+    return Layout.resolve(ParallelConfig(**config), world_size)
 
 
 def groups(of: Layout, axis: str) -> list[list[int]]:

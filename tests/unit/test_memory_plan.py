@@ -59,7 +59,7 @@ def described(tmp_path: Path, kind: str, **more: Any) -> LanguageModelConfig:
 def predicted(tmp_path: Path, kind: str, num_ranks: int = 1, lora: LoraConfig | None = None, **train: Any) -> Any:
     model, section = described(tmp_path, kind, lora=lora), train_section(tmp_path, **train)
     data = TextDataConfig(train_path="none.jsonl", max_seq_len=LENGTH)
-    planned = plan_language_model(model, data, section, Layout.from_config(section, num_ranks), on_gpu=False)
+    planned = plan_language_model(model, data, section, Layout.resolve(section, num_ranks), on_gpu=False)
     return planned, section
 
 

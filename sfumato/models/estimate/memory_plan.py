@@ -111,7 +111,7 @@ def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int, compiled: 
     Raises:
         ConfigError: when the model does not support the configured parallelism.
     """
-    layout = Layout.from_config(train, num_ranks)
+    layout = Layout.resolve(train, num_ranks)
     saved = count_activations(planned, train, layout, compiled)
     stage_memories = []
     for stage in range(layout.pp):

@@ -36,7 +36,7 @@ class RouterLogits:
     where the N tokens are exactly these, in order."""
 
     @classmethod
-    def of_calls(cls, calls: Sequence[tuple[Tensor, ...]], places: Sequence[Tensor]) -> RouterLogits | None:
+    def join_calls(cls, calls: Sequence[tuple[Tensor, ...]], places: Sequence[Tensor]) -> RouterLogits | None:
         """Joins the logits of all calls of the module for a micro-batch.
 
         Args:

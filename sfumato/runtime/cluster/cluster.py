@@ -137,7 +137,7 @@ class Cluster(Driver):
             ConfigError: there is no place for them, their number does not fit ``train``, or (in ``wait_ready``) they
                 do not see the folder.
         """
-        Layout.from_config(
+        Layout.resolve(
             train, pool.processes
         )  # raises for a wrong number of processes, before anything waits for a place
         if name not in self._places:

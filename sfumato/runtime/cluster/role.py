@@ -364,7 +364,7 @@ class RayGroup(RayRole):
     def __init__(self, plan: RolePlan, loop: DriverLoop) -> None:
         """Starts the processes, without waiting. Raises ConfigError when their number does not fit the layout."""
         size = plan.pool.processes
-        layout = Layout.from_config(plan.train, size)
+        layout = Layout.resolve(plan.train, size)
         super().__init__(plan, loop, [layout.rank_in("data", rank) for rank in range(size)], [range(size)])
 
     def wait_ready(self) -> None:
