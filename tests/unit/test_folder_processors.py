@@ -177,6 +177,28 @@ def test_an_export_has_the_chat_template_of_the_run_alone(is_described: bool, tm
     assert ("chat_template" in kept) == (not is_described)
 
 
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"patch_size": 8}, "patch_size of images is 8 .* patch_size of the encoder is 4"),
+        ({"temporal_patch_size": 1}, "temporal_patch_size of images is 1"),
+        ({"merge_size": 4}, "merge_size of images is 4 .* spatial_merge_size of the encoder is 2"),
+    ],
+)
+def test_patches_of_another_models_processor_are_refused(setting: dict[str, int], named: str, tmp_path: Path) -> None:
+    described = tiny_config("qwen2_5_vl", "qwen2_5_vl")
+    tokenizer = build_byte_tokenizer()
+    add_image_tokens(tokenizer, described)
+    processor = build_processor(described, None, tokenizer)
+    for name, value in setting.items():
+        setattr(processor.image_processor, name, value)
+    processor.image_processor.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        module = AutoModelForImageTextToText.from_config(described)
+    with pytest.raises(ConfigError, match=f"{named}.* not of one model"):
+        build_vision(described, tmp_path, module, tokenizer)
+
+
 @pytest.mark.parametrize(("kind", "name"), [("internvl", "start_image_token"), ("gemma3", "boi_token")])
 def test_exports_name_the_tokens_that_processors_ask_for(kind: str, name: str, tmp_path: Path) -> None:
     described = tiny_config(kind, kind)

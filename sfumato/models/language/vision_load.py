@@ -119,6 +119,7 @@ def build_vision(
         vision = Vision(MediaProcessor(processor, arguments, (1, 1.0), least_samples=_min_samples(processor)), None)
         _check_tokens(vision, described)
         return vision
+    _check_patches(processor.image_processor, described, folder)
     hears = getattr(described, "audio_config", None) is not None
     edge = getattr(described.vision_config, "patch_size", 1)
     edge = edge if isinstance(edge, int) else edge[0]
@@ -142,6 +143,27 @@ def build_vision(
     filled_to = tensors["pixel_values"].shape[1] if "image_position_ids" in tensors else None
     begins = {described.vision_start_token_id, described.audio_start_token_id} if rule is not None and hears else ()
     return Vision(MediaProcessor(processor, arguments, (edge, ratio), filled_to, _min_samples(processor), begins), rule)
+
+
+def _check_patches(images: object, described: PreTrainedConfig, folder: Path | None) -> None:
+    """Raises ConfigError where the image processor of a folder cuts other patches than the model's encoder reads.
+
+    That of Qwen2.5-VL does beside a model of Qwen3-VL.
+    """
+    if not hasattr(images, "merge_size"):
+        return
+    names = {
+        "patch_size": "patch_size",
+        "temporal_patch_size": "temporal_patch_size",
+        "merge_size": "spatial_merge_size",
+    }
+    for name, encoder_name in names.items():
+        cut, expected = getattr(images, name, None), getattr(described.vision_config, encoder_name, None)
+        if isinstance(cut, int) and isinstance(expected, int) and cut != expected:
+            raise ConfigError(
+                f"model.model_path {folder}: {name} of images is {cut} in preprocessor_config.json, but {encoder_name} "
+                f"of the encoder is {expected} in config.json: the two are not of one model"
+            )
 
 
 def _min_samples(processor: object) -> int:
