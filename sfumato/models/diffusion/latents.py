@@ -237,9 +237,13 @@ class PaddedPrompts(DiffusionModel):
         """Features of a token of ``prompt_embeds``: those of the text encoder."""
         return self.pipeline.text_encoder.config.get_text_config().hidden_size
 
+    def image_tokens(self, height: int, width: int) -> int:
+        """Tokens of source images of a size, which come on top of a prompt's where the encoder reads both."""
+        return 0
+
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        dtype = self.pipeline.text_encoder.dtype
-        return text_shapes(self.max_sequence_length, self.prompt_features, dtype, self.mask_dtype)
+        length = self.max_sequence_length + self.image_tokens(height, width)
+        return text_shapes(length, self.prompt_features, self.pipeline.text_encoder.dtype, self.mask_dtype)
 
 
 class KLLatents(DiffusionModel):

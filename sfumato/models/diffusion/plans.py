@@ -15,6 +15,8 @@ JOINT_TARGETS = tuple(
     for name in ("to_k", "to_q", "to_v", "to_out.0", "add_k_proj", "add_q_proj", "add_v_proj", "to_add_out")
 )
 """Linear layers of a joint attention of text and image: targets of LoRA adapters."""
+FLUX_TARGETS = (*JOINT_TARGETS, "ff.net.0.proj", "ff.net.2", "ff_context.net.0.proj", "ff_context.net.2")
+"""The same with the feed-forward layers of image and text."""
 
 
 HEAD_NORM = "replicated_with_grad_allreduce"

@@ -36,21 +36,34 @@ class SingleFileNames:
     """Begins of names that both have; an empty one: all others."""
 
 
-def _attention(prefix: str, queries: str, output: str, norms: str) -> dict[str, tuple[str, ...]]:
-    """One of the two attentions of a block of FLUX: its fused matrix, its output and its norms."""
-    query, key, value = queries.split()
-    norm_query, norm_key = norms.split()
+IMAGE_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "norm_q", "norm_k")
+"""Layers of diffusers' attention: queries, keys, values, the output, the norms of queries and of keys."""
+TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_added_q", "norm_added_k")
+"""The same for the text in an attention of text and image."""
+
+
+def _attention(prefix: str, layers: tuple[str, ...], norms: tuple[str, str], name: str = "attn") -> Layers:
+    """The layers of an attention, with queries, keys and values in one matrix.
+
+    Args:
+        prefix: of the names in the file.
+        layers: names in diffusers, as in ``IMAGE_ATTENTION``.
+        norms: names in the file of the norms of queries and of keys.
+        name: of the attention in diffusers.
+    """
+    query, key, value, output, norm_query, norm_key = (f"{name}.{layer}" for layer in layers)
     return {
-        f"{prefix}.qkv": (f"attn.{query}", f"attn.{key}", f"attn.{value}"),
-        f"{prefix}.proj": (f"attn.{output}",),
-        f"{prefix}.norm.query_norm": (f"attn.{norm_query}",),
-        f"{prefix}.norm.key_norm": (f"attn.{norm_key}",),
+        f"{prefix}.qkv": (query, key, value),
+        f"{prefix}.proj": (output,),
+        f"{prefix}.{norms[0]}": (norm_query,),
+        f"{prefix}.{norms[1]}": (norm_key,),
     }
 
 
+_FLUX_NORMS = ("norm.query_norm", "norm.key_norm")
 _FLUX_ATTENTIONS = {
-    **_attention("img_attn", "to_q to_k to_v", "to_out.0", "norm_q norm_k"),
-    **_attention("txt_attn", "add_q_proj add_k_proj add_v_proj", "to_add_out", "norm_added_q norm_added_k"),
+    **_attention("img_attn", IMAGE_ATTENTION, _FLUX_NORMS),
+    **_attention("txt_attn", TEXT_ATTENTION, _FLUX_NORMS),
 }
 
 _FLUX = SingleFileNames(
@@ -142,41 +155,11 @@ _FLUX2 = SingleFileNames(
     scales=("query_norm", "key_norm"),
 )
 
+_SD3_NORMS = ("ln_q", "ln_k")
 _SD3_ATTENTIONS = {
-    f"{block}.{name}.{layer}": parts
-    for block, name, layers in (
-        (
-            "x_block",
-            "attn",
-            {
-                "qkv": ("attn.to_q", "attn.to_k", "attn.to_v"),
-                "proj": ("attn.to_out.0",),
-                "ln_q": ("attn.norm_q",),
-                "ln_k": ("attn.norm_k",),
-            },
-        ),
-        (
-            "x_block",
-            "attn2",
-            {
-                "qkv": ("attn2.to_q", "attn2.to_k", "attn2.to_v"),
-                "proj": ("attn2.to_out.0",),
-                "ln_q": ("attn2.norm_q",),
-                "ln_k": ("attn2.norm_k",),
-            },
-        ),
-        (
-            "context_block",
-            "attn",
-            {
-                "qkv": ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-                "proj": ("attn.to_add_out",),
-                "ln_q": ("attn.norm_added_q",),
-                "ln_k": ("attn.norm_added_k",),
-            },
-        ),
-    )
-    for layer, parts in layers.items()
+    **_attention("x_block.attn", IMAGE_ATTENTION, _SD3_NORMS),
+    **_attention("x_block.attn2", IMAGE_ATTENTION, _SD3_NORMS, name="attn2"),
+    **_attention("context_block.attn", TEXT_ATTENTION, _SD3_NORMS),
 }
 
 _SD3 = SingleFileNames(
@@ -319,6 +302,12 @@ def to_single_file(weights: Mapping[str, Tensor], class_name: str) -> dict[str, 
     }
     _check(written, weights, class_name)
     return written
+
+
+def name_in_file(layer: str, class_name: str) -> str:
+    """The name of a transformer's layer in its one-file form; the layer's own where it has none there."""
+    place = _place_of(layer, NAMES[class_name], last_block=-1)
+    return layer if place is None else place[0]
 
 
 def _last_block(weights: Mapping[str, Tensor], names: SingleFileNames) -> int:

@@ -27,13 +27,7 @@ class Chroma(PaddedPrompts, KLLatents, FlowTokens):
 
     pipeline_class = "ChromaPipeline"
     parallel_plan = plans.CHROMA
-    lora_targets = (  # those of FLUX.1
-        *plans.JOINT_TARGETS,
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_targets = plans.FLUX_TARGETS  # those of FLUX.1
 
     @classmethod
     def blueprint(cls) -> Blueprint:

@@ -39,13 +39,7 @@ class Flux(KLLatents, FlowTokens):
 
     pipeline_class = "FluxPipeline"
     parallel_plan = plans.FLUX
-    lora_targets = (  # flow_grpo scripts/train_flux.py
-        *plans.JOINT_TARGETS,
-        "ff.net.0.proj",
-        "ff.net.2",
-        "ff_context.net.0.proj",
-        "ff_context.net.2",
-    )
+    lora_targets = plans.FLUX_TARGETS  # flow_grpo scripts/train_flux.py
     caches_steps = True
     encoder_names = ("text_encoder", "text_encoder_2")
     prompt_tokenizer = "tokenizer_2"

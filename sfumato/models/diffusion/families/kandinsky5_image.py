@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from sfumato.models.diffusion.families.kandinsky5 import Kandinsky5
-from sfumato.models.diffusion.latents import count_image_tokens, encode_sources, padded_with_images, source_shape
+from sfumato.models.diffusion.latents import (
+    SourceLatents,
+    count_image_tokens,
+    encode_sources,
+    padded_with_images,
+)
 
 UNCUT = 1 << 20
 """A limit of tokens that no prompt reaches: the pipeline cuts longer ones in the middle of the template."""
 
 
-class Kandinsky5ImageToImage(Kandinsky5):
+class Kandinsky5ImageToImage(SourceLatents, Kandinsky5):
     """Kandinsky 5 Image Lite that edits: the image's latents are channels behind those of the picture that is made.
 
     The image keeps its size, whereas the pipeline brings it to one of seven resolutions. Of its latents the mode is
@@ -24,7 +27,6 @@ class Kandinsky5ImageToImage(Kandinsky5):
     """
 
     pipeline_class = "Kandinsky5I2IPipeline"
-    takes_image = True
     template_words = (
         "system\nYou are a prompt engineer. Based on the provided source image (first image) and target image (second "
         "image), create an interesting text prompt that can be used together with the source image to create the "
@@ -47,21 +49,10 @@ class Kandinsky5ImageToImage(Kandinsky5):
         embeds, pooled, _ = self.pipeline.encode_prompt(
             prompt, image=Image.fromarray(image), max_sequence_length=UNCUT, device=self.device
         )
-        embeddings = padded_with_images(self, prompt, embeds, self._image_tokens(*image.shape[:2]))
+        embeddings = padded_with_images(self, prompt, embeds, self.image_tokens(*image.shape[:2]))
         return {**embeddings, "pooled": pooled, "image_latents": encode_sources(self, image)}
 
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        shapes = super().embedding_shapes(height, width)
-        length = self.max_sequence_length + self._image_tokens(height, width)
-        ((_, features), dtype), (_, mask_dtype) = shapes["prompt_embeds"], shapes["prompt_mask"]
-        return {
-            **shapes,
-            "prompt_embeds": ((length, features), dtype),
-            "prompt_mask": ((length,), mask_dtype),
-            "image_latents": (source_shape(self, height, width), torch.float32),
-        }
-
-    def _image_tokens(self, height: int, width: int) -> int:
+    def image_tokens(self, height: int, width: int) -> int:
         """Tokens that Qwen2.5-VL makes of an image, of which the pipeline shows it half of each side."""
         return count_image_tokens(self.pipeline.tokenizer, height // 2, width // 2)
 

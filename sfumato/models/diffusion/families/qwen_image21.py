@@ -19,14 +19,13 @@ from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import (
     PaddedPrompts,
+    SourceLatents,
     embed_one_by_one,
     encode_sources,
     num_tokens,
     padded,
     padded_with_images,
-    source_shape,
     split_images,
-    text_shapes,
     token_counts,
 )
 from sfumato.models.diffusion.qwen_image21_latents import SLOT, QwenImage21Latents, count_segments
@@ -124,10 +123,9 @@ class QwenImage21(PaddedPrompts, QwenImage21Latents):
         return velocity.transpose(1, 2).unflatten(2, latents.shape[-2:])
 
 
-class QwenImage21Edit(QwenImage21):
+class QwenImage21Edit(SourceLatents, QwenImage21):
     """Qwen-Image 2.1 with source images. They keep their size, whereas the pipeline brings them to its resolution."""
 
-    takes_image = True
     most_source_images = MOST_SOURCE_IMAGES
 
     def embed_edit(self, prompt: str, image: np.ndarray) -> dict[str, Tensor]:
@@ -158,11 +156,9 @@ class QwenImage21Edit(QwenImage21):
             "image_latents": encode_sources(self, image),
         }
 
+    def image_tokens(self, height: int, width: int) -> int:
+        return self.max_source_images * num_tokens(self.latent_shape(height, width), 1) // SLOT
+
     def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
-        num_slots = self.max_source_images * num_tokens(self.latent_shape(height, width), 1) // SLOT
-        length = self.max_sequence_length + num_slots
-        return {
-            **text_shapes(length, self.prompt_features, self.pipeline.text_encoder.dtype, torch.bool),
-            "image_slots": ((length,), torch.bool),
-            "image_latents": (source_shape(self, height, width), torch.float32),
-        }
+        shapes = super().embedding_shapes(height, width)
+        return {**shapes, "image_slots": shapes["prompt_mask"]}

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
-import torch
 from PIL import Image
 from torch import Tensor
 
@@ -18,11 +16,10 @@ from sfumato.config.sections import MOST_SOURCE_IMAGES
 from sfumato.models.diffusion.described import Blueprint
 from sfumato.models.diffusion.families.qwen_image import QwenImage
 from sfumato.models.diffusion.latents import (
+    SourceLatents,
     count_image_tokens,
     encode_sources,
     padded_with_images,
-    source_shape,
-    text_shapes,
 )
 from sfumato.models.diffusion.scratch import build_qwen_vl_processor
 
@@ -31,14 +28,13 @@ def _make_processor(parts: Keywords, min_pixels: int = 28 * 28, max_pixels: int 
     return build_qwen_vl_processor(parts["tokenizer"], min_pixels, max_pixels)
 
 
-class QwenImageEdit(QwenImage):
+class QwenImageEdit(SourceLatents, QwenImage):
     """Qwen-Image-Edit: Qwen2.5-VL reads the image with the prompt, and the image's tokens follow those of the one made.
 
     The image keeps its size, whereas diffusers' pipeline first resizes it to about a megapixel.
     """
 
     pipeline_class = "QwenImageEditPipeline"
-    takes_image = True
 
     @classmethod
     def blueprint(cls) -> Blueprint:
@@ -62,13 +58,9 @@ class QwenImageEdit(QwenImage):
         embeddings = padded_with_images(self, prompt, embeds, image_tokens)
         return {**embeddings, "image_latents": encode_sources(self, image)}
 
-    def embedding_shapes(self, height: int, width: int) -> dict[str, tuple[Sequence[int], torch.dtype]]:
+    def image_tokens(self, height: int, width: int) -> int:
         image = self._resize_for_encoder(Image.new("RGB", (width, height)))
-        length = self.max_sequence_length + self.max_source_images * self._count_image_tokens(image)
-        return {
-            **text_shapes(length, self.prompt_features, self.pipeline.text_encoder.dtype, torch.bool),
-            "image_latents": (source_shape(self, height, width), torch.float32),
-        }
+        return self.max_source_images * self._count_image_tokens(image)
 
     def _resize_for_encoder(self, image: Image.Image) -> Image.Image:
         """The image in the size in which Qwen2.5-VL reads it."""

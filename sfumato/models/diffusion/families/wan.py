@@ -41,28 +41,6 @@ SETTINGS = ("boundary_ratio", "expand_timesteps")
 PUBLISHED_SCHEDULE = {"prediction_type": "flow_prediction", "use_flow_sigmas": True, "flow_shift": 3.0}
 """Settings of the UniPCMultistepScheduler of the published Wan 2.1; the flow_shift is 3 for 480p and 5 for 720p."""
 
-COMFYUI_NAMES = {
-    ".attn1.": ".self_attn.",
-    ".attn2.": ".cross_attn.",
-    ".add_k_proj": ".k_img",
-    ".add_v_proj": ".v_img",
-    ".to_q": ".q",
-    ".to_k": ".k",
-    ".to_v": ".v",
-    ".to_out.0": ".o",
-    ".ffn.net.0.proj": ".ffn.0",
-    ".ffn.net.2": ".ffn.2",
-    "condition_embedder.time_embedder.linear_1": "time_embedding.0",
-    "condition_embedder.time_embedder.linear_2": "time_embedding.2",
-    "condition_embedder.time_proj": "time_projection.1",
-    "condition_embedder.text_embedder.linear_1": "text_embedding.0",
-    "condition_embedder.text_embedder.linear_2": "text_embedding.2",
-    "condition_embedder.image_embedder.ff.net.0.proj": "img_emb.proj.1",
-    "condition_embedder.image_embedder.ff.net.2": "img_emb.proj.3",
-    "proj_out": "head.head",
-}
-"""Parts of the names of layers in diffusers, with those of the published model, which ComfyUI uses."""
-
 ALMOST_ONE = 2e-6
 """A noise level closer to 1 than this becomes 1: UniPC's schedule avoids 1 for a logarithm that is not needed here."""
 
@@ -135,9 +113,10 @@ class Wan(WanDenoisers, PaddedPrompts, VideoLatents, FlowSchedule):
         return {"in_channels": channels, "out_channels": channels, "text_dim": parts["text_encoder"].config.d_model}
 
     def comfyui_name(self, layer: str) -> str:
-        for name, published in COMFYUI_NAMES.items():
-            layer = layer.replace(name, published)
-        return f"diffusion_model.{layer}"
+        """The name in the published model's file."""
+        from sfumato.models.diffusion.single_file import name_in_file
+
+        return f"diffusion_model.{name_in_file(layer, 'WanTransformer3DModel')}"
 
     @property
     def input_dtype(self) -> torch.dtype:
