@@ -72,7 +72,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         sums = Numbers()
         for pixels, sample_ids in batches:
             target = to_device(pixels, mesh.device) / 127.5 - 1  # from uint8 to -1 ... 1
-            posterior = vae.encode(target).latent_dist
+            posterior = vae.encode(target).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
             # not the posterior's own ``sample``: this noise depends on the image alone, not on batch or rank
             noise = keyed_normal(
                 posterior.mean.shape[1:], config.train.seed, "posterior", step, sample_ids, mesh.device
