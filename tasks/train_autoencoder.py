@@ -30,6 +30,7 @@ from sfumato.data.images.image_text import open_image_text
 from sfumato.data.loader import IndexLoader
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import read_examples, read_rows
+from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
@@ -52,7 +53,7 @@ def main(config: TrainAutoencoderConfig) -> None:
     loader = IndexLoader(len(dataset), config.train, mesh, say=run.say)
     identity = identify_images(config, dataset, loader.global_batch_size)
     model = build_diffusion_model(config.model, mesh.device, config.train.mixed_precision, config.train.seed)
-    vae = model.pipeline.vae.float().requires_grad_(True).train()
+    vae = image_autoencoder(model.pipeline).float().requires_grad_(True).train()
     broadcast_parameters(vae, mesh)
     bad_rows = BadRows(bad_row_limit(config.data.max_bad_rows, len(dataset)), run.say)
 
@@ -71,7 +72,7 @@ def main(config: TrainAutoencoderConfig) -> None:
         sums = Numbers()
         for pixels, sample_ids in batches:
             target = to_device(pixels, mesh.device) / 127.5 - 1  # from uint8 to -1 ... 1
-            posterior = vae.encode(target).latent_dist
+            posterior = vae.encode(target).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
             # not the posterior's own ``sample``: this noise depends on the image alone, not on batch or rank
             noise = keyed_normal(
                 posterior.mean.shape[1:], config.train.seed, "posterior", step, sample_ids, mesh.device

@@ -16,7 +16,8 @@ class FlowConfig(Section):
     """Flow matching: which noise levels are trained, and how often without a prompt."""
 
     timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
-    """Density from which sigma is drawn before the shift (logit_normal: SD3, arXiv 2403.03206)."""
+    """Density from which sigma is drawn before the shift (logit_normal: SD3, arXiv 2403.03206; Stable Diffusion 1.5, 2
+    and XL and CogVideoX were trained with uniform)."""
     logit_mean: float = 0.0
     """Mean of the normal distribution behind logit_normal."""
     logit_std: float = Field(1.0, gt=0)

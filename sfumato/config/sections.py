@@ -243,6 +243,21 @@ class EpochTrainConfig(TrainConfig):
     num_train_epochs: int = Field(1, ge=1)
     """Passes over the data when nothing else says how long the run is (train.max_steps; text: data.train_size)."""
 
+    @model_validator(mode="after")
+    def _average_moves(self) -> EpochTrainConfig:
+        if self.max_steps is not None and (problem := self.describe_unmoved_average(self.max_steps)):
+            raise ValueError(problem)
+        return self
+
+    def describe_unmoved_average(self, total_steps: int) -> str:
+        """What is wrong where a run of so many steps ends before its moving average has moved; else empty."""
+        if not self.ema_decay or self.ema_interval <= total_steps:
+            return ""
+        return (
+            f"train.ema_interval {self.ema_interval}: the run has {total_steps} steps, so that its moving average, "
+            "which is exported, would be the weights that it began with: lower it"
+        )
+
 
 class TaskConfig(Protocol):
     """What the configurations of all tasks have."""

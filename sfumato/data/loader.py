@@ -100,8 +100,8 @@ class IndexLoader:
             say: is told how many rows the run never reaches.
 
         Raises:
-            DataError: when there are fewer rows than a step needs and no max_steps, or a step takes each row over
-                ``MOST_TIMES`` times.
+            DataError: when there are fewer rows than a step needs and no max_steps, a step takes each row over
+                ``MOST_TIMES`` times, or the run ends before its moving average has moved.
         """
         self.global_batch_size = train.global_batch_size or train.micro_batch_size * mesh.data_size
         self.total_steps = train.max_steps or num_rows * train.num_train_epochs // self.global_batch_size
@@ -110,6 +110,8 @@ class IndexLoader:
                 f"{train.num_train_epochs} epochs of {num_rows} rows do not fill one step of train.global_batch_size "
                 f"{self.global_batch_size}: lower it, or set train.max_steps"
             )
+        if problem := train.describe_unmoved_average(self.total_steps):
+            raise DataError(problem)
         refuse_repetition("train.global_batch_size", self.global_batch_size, num_rows)
         if say is not None and (line := self._describe_unseen(num_rows, train)):
             say(line)

@@ -109,3 +109,13 @@ def test_rows_that_do_not_fill_a_last_step_are_said():
         assert len(lines) == len(said) and all(line.startswith(start) for line, start in zip(lines, said, strict=True))
         seen = len({*order(loader)})
         assert seen == min(num_rows, loader.total_steps * 6)
+
+
+def test_an_average_that_never_moves_is_refused():
+    """It is what is exported: the weights that the run began with."""
+    settings = {"output_dir": "runs/x", "micro_batch_size": 2, "ema_decay": 0.9, "ema_interval": 4}
+    with pytest.raises(ValueError, match=r"train\.ema_interval 4: the run has 3 steps"):
+        EpochTrainConfig(max_steps=3, **settings)
+    assert IndexLoader(8, EpochTrainConfig(**settings), mesh_of(0, 1)).total_steps == 4
+    with pytest.raises(DataError, match=r"train\.ema_interval 4: the run has 3 steps.*lower it"):
+        IndexLoader(6, EpochTrainConfig(**settings), mesh_of(0, 1))

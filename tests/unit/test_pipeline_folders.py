@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from sfumato.config.sections import ModelConfig
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
+from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import build_diffusion_model, find_families
 from sfumato.models.estimate.meta_models import diffusion_model_on_meta
 from tests.family_rows import ROWS
@@ -325,8 +326,19 @@ def test_tokens_that_the_encoder_has_no_embedding_for_are_refused(folders, tmp_p
 def test_an_autoencoder_for_previews_is_refused(folders, tmp_path: Path) -> None:
     folder = shutil.copytree(folders["stable_diffusion"], tmp_path / "folder")
     shutil.rmtree(folder / "vae")
-    widths = {f"{part}_block_out_channels": (4, 4) for part in ("encoder", "decoder")}
-    counts = {f"num_{part}_blocks": (1, 1) for part in ("encoder", "decoder")}
-    diffusers.AutoencoderTiny(**widths, **counts, latent_channels=4).save_pretrained(folder / "vae")
+    settings: dict[str, Any] = {}
+    for part in ("encoder", "decoder"):
+        settings |= {f"{part}_block_out_channels": (4, 4), f"num_{part}_blocks": (1, 1)}
+    diffusers.AutoencoderTiny(**settings, latent_channels=4).save_pretrained(folder / "vae")
     edit(folder, vae=["diffusers", "AutoencoderTiny"])
     assert "AutoencoderTiny, which is for previews" in refusal(folder, "stable_diffusion")
+
+
+@pytest.mark.parametrize("name", ["wan", "sana", "flux2_klein"])
+def test_autoencoders_of_other_classes_are_not_trained(name: str) -> None:
+    """Training ended with an error of torch; the latents of FLUX.2 are not scaled by what is measured at the end."""
+    description = ROWS[name].describe()
+    pipeline = find_families()[description["pipeline"]].build(description, 0)
+    class_name = type(pipeline.components["vae"]).__name__
+    with pytest.raises(ConfigError, match=f"AutoencoderKL alone is trained here, and the vae of .* is a {class_name}"):
+        image_autoencoder(pipeline)

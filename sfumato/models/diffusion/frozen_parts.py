@@ -19,6 +19,7 @@ from sfumato.models.diffusion.conditioning import Conditioning, image_digests
 from sfumato.parallel.finite import finite_rows
 
 if TYPE_CHECKING:
+    from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
 
 EMBED_BATCH = 8
@@ -35,6 +36,9 @@ CLIP_ENCODERS = {"CLIPTextModel", "CLIPTextModelWithProjection"}
 
 PREVIEW_AUTOENCODER = "AutoencoderTiny"
 """Class of TAESD and its like, whose latents are no distributions."""
+
+TRAINED_AUTOENCODER = "AutoencoderKL"
+"""Class of the autoencoders that are trained here."""
 
 MAX_REMEMBERED = 1024
 """Prompts whose embeddings are cached while the encoders are in memory; those of T5-XXL take about 3 MB each."""
@@ -490,3 +494,19 @@ def check_frozen_parts(pipeline: DiffusionPipeline) -> None:
             f"its vae is an {PREVIEW_AUTOENCODER}, which is for previews: take the autoencoder that the model was "
             "published with"
         )
+
+
+def image_autoencoder(pipeline: DiffusionPipeline) -> AutoencoderKL:
+    """The autoencoder of a pipeline, to be trained on images.
+
+    Raises:
+        ConfigError: for one of another class, such as of videos, or whose latents are not scaled by
+            ``shift_factor`` and ``scaling_factor``.
+    """
+    name = type(pipeline.components.get("vae")).__name__
+    if name != TRAINED_AUTOENCODER:
+        raise ConfigError(
+            f"{TRAINED_AUTOENCODER} alone is trained here, and the vae of {type(pipeline).__name__} is a {name}: "
+            "take it from a published model, or a pipeline such as StableDiffusion3Pipeline or FluxPipeline"
+        )
+    return pipeline.components["vae"]

@@ -22,6 +22,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
 from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
 from sfumato.models.diffusion.folder_parts import component_class, names_part
+from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
 from sfumato.models.estimate.memory_plan import Planned
@@ -454,8 +455,11 @@ def plan_autoencoder(model: DiffusionModel, rows: int, size: tuple[int, int]) ->
         model: the result of ``diffusion_model_on_meta``.
         rows: images of one forward pass.
         size: height and width of the images in pixels.
+
+    Raises:
+        ConfigError: as ``image_autoencoder``.
     """
-    vae = model.pipeline.vae.float().requires_grad_(True)
+    vae = image_autoencoder(model.pipeline).float().requires_grad_(True)
 
     def run(module: AutoencoderKL) -> Tensor:
         posterior = module.encode(torch.empty(rows, 3, *size)).latent_dist  # pyright: ignore[reportAttributeAccessIssue]
