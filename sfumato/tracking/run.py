@@ -65,6 +65,8 @@ class Run:
         self.label = label
         self.mesh = mesh
         self.stop_requested = False
+        self.is_started_again = Run.newest is not None and Run.newest.output_dir == output_dir
+        """Whether this process has started the run before, and lost its actor or all of Ray meanwhile."""
         self.in_steps = False
         """Whether a signal stops the run after the step, and no longer at once."""
         self.is_open = False

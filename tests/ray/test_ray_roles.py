@@ -354,6 +354,11 @@ def test_processes_have_the_code_of_the_run(
     assert [pool.call(functions.environment).result()["WORLD_SIZE"] for _ in range(4)] == ["1"] * 4
     said = (cluster.run.output_dir / "log.txt").read_text()
     assert "has other source code of sfumato now than the run was begun with" in said
+    # a run whose actor was lost starts all roles anew, in the process of the driver
+    monkeypatch.setattr(cluster.run, "is_started_again", True)
+    actor = cluster.group("again", functions.build, "others", TRAIN, PoolConfig(cpus=0.1))
+    actor.wait_ready()
+    actor.close()
 
 
 def test_a_run_that_is_stopped_while_a_role_is_built(cluster: Cluster, group: RayGroup) -> None:

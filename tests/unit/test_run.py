@@ -70,6 +70,11 @@ def test_what_the_library_logs_is_said_while_the_run_is_at_work(
     assert "after the end" not in shown and "a detail" not in shown
 
 
+def test_a_run_knows_whether_its_process_starts_it_again(tmp_path: Path) -> None:
+    assert [start(tmp_path).is_started_again for _ in range(2)] == [False, True]
+    assert not start(tmp_path, output_dir=str(tmp_path / "another")).is_started_again
+
+
 def test_earlier_runs_are_kept_under_numbers(tmp_path: Path) -> None:
     for number in range(3):
         run = start(tmp_path)

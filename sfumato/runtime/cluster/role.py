@@ -252,7 +252,8 @@ class RayRole:
             part.process.identity = part.value
             where = f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has"
             process_versions = dict(part.value.versions)
-            if self.num_restarts and process_versions.get(CODE) != driver_versions[CODE]:
+            is_replaced = self.num_restarts > 0 or self.loop.run.is_started_again
+            if is_replaced and process_versions.get(CODE) != driver_versions[CODE]:
                 # Files may have been edited since the run began, which is no reason to lose it.
                 process_versions[CODE] = driver_versions[CODE]
                 self.loop.run.say(f"{where} other source code of sfumato now than the run was begun with")
