@@ -30,7 +30,7 @@ import yaml
 from pipeline_model import draw_stretches, estimate_s, measured
 from pipeline_simulation import DECOUPLED, FULLY_ASYNC, ONE_STEP_OFF, SYNC, SYNC_REWARD, Phases, Pools, Strategy
 
-from sfumato.config.load import read_yaml
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import UserError
 from sfumato.tracking.charts import Stretch, choose_stretch
 from sfumato.tracking.json_lines import read_jsonl

@@ -19,7 +19,7 @@ from pathlib import Path
 from PIL import Image
 from seed_curves import draw_seed_curves
 
-from sfumato.config.load import read_yaml
+from sfumato.config.yaml_text import read_yaml
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
 

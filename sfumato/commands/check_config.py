@@ -34,7 +34,7 @@ from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.direct_rl import DirectRLConfig
-from sfumato.config.load import merge, read_yaml
+from sfumato.config.load import merge
 from sfumato.config.omni import TrainImageTokenizerConfig, TrainOmniConfig
 from sfumato.config.parallel import world_size
 from sfumato.config.rl import RLConfig
@@ -43,6 +43,7 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.config.versions import describe_untested_versions
+from sfumato.config.yaml_text import read_yaml
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.answer_end import facts_of

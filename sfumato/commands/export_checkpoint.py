@@ -12,10 +12,11 @@ from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
 from sfumato.config.file_checks import read_json_object
-from sfumato.config.load import load_config, read_yaml
+from sfumato.config.load import load_config
 from sfumato.config.paths import EXPORTED
 from sfumato.config.tasks import schema_of
 from sfumato.config.writing import make_new_folder
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.evaluation.model_files import check_model_files, check_model_is_here
 from sfumato.evaluation.sources import DIFFUSION_TASKS, SourceRun, describe_export_of

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from sfumato.config.environment import environment_with
-from sfumato.config.load import load_config, read_yaml, suggest
+from sfumato.config.load import load_config
 from sfumato.config.tasks import TASKS, schema_of
+from sfumato.config.yaml_text import read_yaml, suggest
 from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:

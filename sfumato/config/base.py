@@ -10,7 +10,7 @@ import json
 import math
 import pkgutil
 import typing
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
@@ -71,6 +71,13 @@ def leaves(value: object, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tu
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inside:
         yield from leaves(item, (*place, key))
+
+
+def flatten(value: object, name: str = "") -> dict[str, object]:
+    """The leaves of nested mappings by dotted name."""
+    if not isinstance(value, Mapping) or not value:
+        return {name: value}
+    return {key: leaf for k, item in value.items() for key, leaf in flatten(item, f"{name}.{k}" if name else k).items()}
 
 
 @functools.cache

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from sfumato.config.base import Section, Variant
-from sfumato.config.load import load_config, parse_yaml
+from sfumato.config.load import load_config
+from sfumato.config.yaml_text import parse_yaml
 from sfumato.errors import ConfigError
 from sfumato.evaluation.results import Evaluation, SampleValues, Values
 from sfumato.evaluation.samples_folder import NamedSample

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from sfumato.config.characters import whole_characters
 from sfumato.config.file_checks import file_problem, path_inside
-from sfumato.config.load import parse_yaml
+from sfumato.config.yaml_text import parse_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.studio.samples import SampleIndex
 from sfumato.studio.series import Curve, MetricTable

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from sfumato.config.base import flatten
 from sfumato.config.file_checks import file_problem, outside_problem
-from sfumato.config.load import flatten, read_yaml
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.secrets import secret_problem
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.bootstrap import paired_bootstrap
 from sfumato.tracking.folder import ENVIRONMENT, OWN_FOLDER, read_environment

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from sfumato.config.base import Section
+from sfumato.config.base import Section, flatten
 from sfumato.config.hub import describe_moved_names
-from sfumato.config.load import config_text, flatten, read_yaml
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import write_atomically
+from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.finite import listed
 from sfumato.parallel.mesh import Mesh

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sfumato.config.load import flatten
+from sfumato.config.base import flatten
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import ADAPTER_FILES
 from sfumato.errors import CheckpointError

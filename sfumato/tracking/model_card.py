@@ -9,9 +9,9 @@ from pathlib import Path
 import yaml
 
 from sfumato.config.hub import SNAPSHOT
-from sfumato.config.load import read_yaml
 from sfumato.config.paths import ADAPTER_FILES, HUB_NAME
 from sfumato.config.writing import replace_file, write_atomically
+from sfumato.config.yaml_text import read_yaml
 from sfumato.tracking.atomic_folders import read_mapping
 from sfumato.tracking.json_lines import Series, finite, read_jsonl, series_of
 

@@ -9,8 +9,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from sfumato.config.load import parse_yaml
 from sfumato.config.writing import write_atomically
+from sfumato.config.yaml_text import parse_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.charts import choose_stretch, timeline_svg
 from sfumato.tracking.headlines import headlines, reward_weights

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from sfumato.config.load import flatten
+from sfumato.config.base import flatten
 from sfumato.config.writing import write_atomically
 from sfumato.errors import ConfigError, MissingDependencyError, UserError
 

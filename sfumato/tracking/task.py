@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sfumato.config.base import Section
-from sfumato.config.load import parse_config
 from sfumato.errors import PreemptedError, RoleLostError, StoppedError
 from sfumato.kernels import choose_allocator, choose_kernels
 from sfumato.parallel.mesh import close_mesh
@@ -33,6 +32,8 @@ def run_task(main: Callable[[ConfigT], None], schema: type[ConfigT]) -> None:
         main: runs the task with its configuration.
         schema: of the configuration.
     """
+    from sfumato.config.load import parse_config
+
     outlive_readers()
     keep_stacks()
     choose_kernels()

@@ -16,7 +16,8 @@ import pytest
 from datasets import Dataset
 from PIL import Image
 
-from sfumato.config.load import merge, parse_overrides, read_yaml
+from sfumato.config.load import merge, parse_overrides
+from sfumato.config.yaml_text import read_yaml
 from sfumato.tracking.json_lines import read_jsonl
 from tests.page_commands import ROOT, Command
 from tests.tiny import (

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from docs.examples.tones import write_data
-from sfumato.config.load import merge, read_yaml
+from sfumato.config.load import merge
+from sfumato.config.yaml_text import read_yaml
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
 from tests.tiny import ROOT, run_task_here

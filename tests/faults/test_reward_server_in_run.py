@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from sfumato.config.load import merge, read_yaml
+from sfumato.config.load import merge
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import RewardError
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.json_lines import read_jsonl

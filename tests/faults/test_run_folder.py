@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from sfumato.config.load import merge, read_yaml
+from sfumato.config.load import merge
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError, PreemptedError, UserError
 from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, list_files, read_values
 from sfumato.tracking.folder import read_environment

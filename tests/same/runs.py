@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sfumato.config.load import merge, read_yaml
+from sfumato.config.load import merge
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.text_recipes import TEXT_RECIPES
+from sfumato.config.yaml_text import read_yaml
 from tests.faults.test_kill_at_random import tiny_autoencoder_config
 from tests.role_runs import COLOCATED, ONE_STEP_OFF, SEPARATE
 from tests.tiny import (

@@ -21,10 +21,11 @@ from sfumato.commands.check_model import smallest_number_of_ranks
 from sfumato.commands.check_tables import show_findings
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
-from sfumato.config.load import load_config, read_yaml
+from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.config.yaml_text import read_yaml
 from sfumato.data.files.sources import open_sources
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.loader import build_text_loader

@@ -11,7 +11,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from sfumato.config.load import config_text, read_yaml
+from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError, UserError
 from sfumato.tracking.samples import SampleRecord, save_samples
 from tests.tiny import ROOT, write_config

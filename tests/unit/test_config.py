@@ -15,11 +15,12 @@ from sfumato.config.base import Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig
 from sfumato.config.help import attribute_docs, format_help
-from sfumato.config.load import config_text, load_config, parse_config, parse_overrides, read_yaml
+from sfumato.config.load import load_config, parse_config, parse_overrides
 from sfumato.config.recipes import DIFFUSION_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import RLConfig
 from sfumato.config.tasks import TASKS, schema_of
 from sfumato.config.text_rl import TextRLConfig
+from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Reward
 from sfumato.rewards.server.app import RewardServerConfig

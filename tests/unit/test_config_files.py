@@ -14,11 +14,12 @@ from sfumato.commands.check_config import check_config
 from sfumato.commands.check_model import planned_of
 from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
-from sfumato.config.load import load_config, merge, read_yaml
+from sfumato.config.load import load_config, merge
 from sfumato.config.omni import PartConfig
 from sfumato.config.sections import ModelConfig
 from sfumato.config.tasks import TASKS as KNOWN_TASKS
 from sfumato.config.tasks import schema_of
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.omni.flow_head import build_head

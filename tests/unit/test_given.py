@@ -13,10 +13,11 @@ from sfumato.commands.check_config import check_config
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitDpoConfig
-from sfumato.config.load import config_text, load_config, merge
+from sfumato.config.load import load_config, merge
 from sfumato.config.sections import ModelConfig
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
+from sfumato.config.yaml_text import config_text
 from sfumato.data.files.rows import open_rows
 from sfumato.data.files.sources import open_sources
 from sfumato.data.prompt_loader import PromptLoader

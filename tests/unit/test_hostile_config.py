@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from sfumato.config.base import Section
-from sfumato.config.load import MOST_SHOWN, config_text, load_config, parse_config
+from sfumato.config.load import MOST_SHOWN, load_config, parse_config
 from sfumato.config.secrets import secret_problem
 from sfumato.config.tasks import TASKS, schema_of
+from sfumato.config.yaml_text import config_text
 from sfumato.errors import ConfigError
 from sfumato.rewards.server.app import RewardServerConfig
 from tests.hostile_values import TEXTS, hostile_arguments

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sfumato.config.load import parse_overrides, read_yaml
+from sfumato.config.load import parse_overrides
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import ConfigError
 
 BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(

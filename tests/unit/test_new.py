@@ -13,11 +13,12 @@ import pytest
 
 from sfumato.cli import main
 from sfumato.commands.shipped_files import config_files, recipes_of, summary_of_config, task_files
-from sfumato.config.load import load_config, read_yaml
+from sfumato.config.load import load_config
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.shipped import find_beside
 from sfumato.config.tasks import TASKS, schema_of
 from sfumato.config.text_recipes import TEXT_RECIPES
+from sfumato.config.yaml_text import read_yaml
 from tests.tiny import ROOT
 
 

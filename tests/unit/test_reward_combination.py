@@ -12,7 +12,8 @@ import torch
 
 from sfumato.algorithms.advantages import GDPO, GroupAdvantage
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
-from sfumato.config.load import config_text, load_config
+from sfumato.config.load import load_config
+from sfumato.config.yaml_text import config_text
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.combinations import FunctionCombination, Minimum, WeightedSum, normalised

@@ -13,8 +13,9 @@ from PIL import Image, ImageDraw, ImageFont
 
 from sfumato.config.base import Section, Variant, find_variants
 from sfumato.config.help import attribute_docs
-from sfumato.config.load import config_text, load_config
+from sfumato.config.load import load_config
 from sfumato.config.sections import GlyphConfig
+from sfumato.config.yaml_text import config_text
 from sfumato.data.synthetic.glyphs import GlyphDataset
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.base import Reward, Sample

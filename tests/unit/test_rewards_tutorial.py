@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from sfumato.config.load import load_config, merge, parse_overrides, read_yaml
+from sfumato.config.load import load_config, merge, parse_overrides
+from sfumato.config.yaml_text import read_yaml
 from sfumato.rewards.scoring.workers import close_workers
 from sfumato.rewards.server.app import RewardServerConfig
 from tests.reward_servers import start_server

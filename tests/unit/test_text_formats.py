@@ -7,9 +7,10 @@ import pytest
 
 from sfumato.commands.check_config import FITS, check_config
 from sfumato.config.help import format_help
-from sfumato.config.load import config_text, load_config
+from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig, TrainTextDpoConfig
 from sfumato.config.text_data import TextDataConfig
+from sfumato.config.yaml_text import config_text
 from sfumato.data.text import format as text
 from sfumato.data.text.format import build_transform
 from sfumato.data.text.formats import Conversation, PlainText, Preference

@@ -12,9 +12,10 @@ from pydantic import Field
 
 from sfumato.config.base import Section, Variant
 from sfumato.config.dit import TrainDitConfig
-from sfumato.config.load import config_text, load_config, parse_overrides, read_yaml
+from sfumato.config.load import load_config, parse_overrides
 from sfumato.config.paths import FilePath
 from sfumato.config.sections import ModelConfig
+from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.meta_models import diffusion_model_on_meta

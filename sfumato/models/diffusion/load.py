@@ -15,11 +15,11 @@ import torch
 from safetensors import SafetensorError
 
 from sfumato.config.file_checks import outside_problem, read_json, read_json_object
-from sfumato.config.load import read_yaml
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import check_pipeline, hub_hint
 from sfumato.config.sections import ModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config, refuse_code
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.diffusion import families
 from sfumato.models.diffusion.base import DiffusionModel, read_pipeline_class

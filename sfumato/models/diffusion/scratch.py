@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from sfumato.config.load import suggest
 from sfumato.config.open_mappings import Keywords
+from sfumato.config.yaml_text import suggest
 from sfumato.errors import MissingDependencyError
 
 if TYPE_CHECKING:

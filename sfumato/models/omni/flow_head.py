@@ -24,10 +24,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.algorithms.solvers import Euler
 from sfumato.config.file_checks import read_json
-from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.trust import load_pretrained
+from sfumato.config.yaml_text import read_yaml
 from sfumato.data.media.image_answers import ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero

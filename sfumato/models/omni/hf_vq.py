@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from sfumato.config.load import read_yaml
 from sfumato.config.omni import PartConfig
+from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import ConfigError
 from sfumato.models.language.parts import check_keys
 from sfumato.models.omni.image_tokenizer import VqModel, build_vq_model

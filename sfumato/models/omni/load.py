@@ -17,12 +17,12 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from sfumato.config.load import read_yaml, suggest
 from sfumato.config.omni import OmniModelConfig, PartConfig, TrainOmniConfig
 from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
+from sfumato.config.yaml_text import read_yaml, suggest
 from sfumato.data.media.image_answers import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.token_ids import token_id
