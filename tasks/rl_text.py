@@ -361,7 +361,7 @@ def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch
     mesh = update.actor.mesh
     rollout = update.batch
     penalties = None
-    sequences = Sequences.from_lengths(torch.tensor(rollout.num_rows))
+    sequences = Sequences.of_lengths(torch.tensor(rollout.num_rows))
     trained = sequences.spread(mark_rows([part for passes in update.passes for part in passes.parts], len(rollout)))
     if algorithm.kl_in_reward:
         proximal = gather_values(batches, "proximal_log_probs", rollout)  # float32 [R], of all tokens that were drawn

@@ -46,7 +46,7 @@ class Sequences:
         return cls(of_row, len(unique_names), reduce)
 
     @classmethod
-    def from_lengths(cls, lengths: Int64[Tensor, "sequences"]) -> Sequences:
+    def of_lengths(cls, lengths: Int64[Tensor, "sequences"]) -> Sequences:
         """N sequences one after the other, of which the i-th has ``lengths[i]`` rows; int64 ``[N]``."""
         return cls(torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths), len(lengths))
 

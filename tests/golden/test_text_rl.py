@@ -102,7 +102,7 @@ class Padded:
         self.matrix = mask.bool()
         self.mask = self.matrix.flatten()
         size, length = self.matrix.shape
-        self.sequences = Sequences.from_lengths(torch.full((size,), length))
+        self.sequences = Sequences.of_lengths(torch.full((size,), length))
         self.lengths = self.sequences.spread(self.sequences.counts(self.mask))
         self.num_tokens = float(self.mask.sum())
         self.num_sequences = float(self.matrix.any(1).sum())

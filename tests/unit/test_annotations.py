@@ -198,7 +198,7 @@ CALLS = {
     "preference:preference_loss": lambda: (normal(3), normal(3), 0.1, "ipo", 0.0, (normal(3) + 9, normal(3) + 9)),
     "aggregation:row_weights": lambda: ("seq-mean-token-mean", torch.tensor([1, 2, 2, 2]), 7.0, 2.0, 5),
     "sequences:Sequences.named": lambda: (type(sequences()), ROWS),
-    "sequences:Sequences.from_lengths": lambda: (type(sequences()), torch.tensor([2, 0, 1])),
+    "sequences:Sequences.of_lengths": lambda: (type(sequences()), torch.tensor([2, 0, 1])),
     "sequences:Sequences.sums": lambda: (sequences(), normal(R), MASK),
     "sequences:Sequences.counts": lambda: (sequences(), MASK),
     "sequences:Sequences.means": lambda: (sequences(), normal(R), MASK),

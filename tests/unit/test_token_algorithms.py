@@ -35,7 +35,7 @@ from sfumato.config.base import find_variants
 GENERATOR = torch.Generator().manual_seed(0)
 LENGTHS = torch.tensor([5, 1, 0, 4, 6])
 MASK = torch.tensor([1, 1, 0, 1, 1, 0, 1, 0, 1, 1, 1, 1, 1, 0, 1, 1]) > 0  # the second sequence has none
-SEQUENCES = Sequences.from_lengths(LENGTHS)
+SEQUENCES = Sequences.of_lengths(LENGTHS)
 OF_ROW = SEQUENCES.of_row.tolist()
 R = len(MASK)
 OBJECTIVES = [
@@ -440,7 +440,7 @@ def test_returns_and_gae_are_those_of_each_sequence_alone(gamma: float, lam: flo
 def test_a_long_sequence_is_scanned_like_a_short_one() -> None:
     length = 5000
     rewards = normal(size=length)
-    actual = discounted_returns(rewards, Sequences.from_lengths(torch.tensor([length])), torch.ones(length) > 0, 0.999)
+    actual = discounted_returns(rewards, Sequences.of_lengths(torch.tensor([length])), torch.ones(length) > 0, 0.999)
     expected, total = torch.zeros(length, dtype=torch.float64), 0.0
     for row in reversed(range(length)):
         total = float(rewards[row]) + 0.999 * total
@@ -510,7 +510,7 @@ def test_the_expected_gradient_of_distillation_is_that_of_the_kl_to_the_teacher(
     (expected,) = torch.autograd.grad(kl, logits, retain_graph=True)
     actual = Distillation().compute(
         torch.zeros(1),
-        Sequences.from_lengths(torch.tensor([7])),
+        Sequences.of_lengths(torch.tensor([7])),
         torch.ones(7) > 0,
         TokenKL(1.0, "k1", "reward").penalty(log_probs.detach(), teacher),
     )

@@ -303,6 +303,8 @@ def test_pixels_of_any_format_are_read(transform, mode):
 
     kind = "TIFF" if mode == "CMYK" else "PNG"
     image = Image.fromarray(np.full((16, 16), 40_000, np.uint16)) if mode == "I;16" else Image.new(mode, (16, 16))
+    if mode == "RGBA":
+        image.putalpha(255)
     content = [{"type": "image", "image": data_url(saved(image, kind))}, {"type": "text", "text": "What?"}]
     row = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "Yes."}]}
     (sample,) = transform(FiledRow(row), "row 1")

@@ -119,7 +119,8 @@ class DiffusionModel(FrozenParts):
         self.check_components()
         self.check_scheduler()
         check_frozen_parts(pipeline)
-        self.prepare_denoiser(self.denoiser)
+        if hasattr(pipeline, self.denoiser_name):  # one of a scheduler alone has none, and gives noise levels
+            self.prepare_denoiser(self.denoiser)
 
     @classmethod
     def pipeline_type(cls) -> type[DiffusionPipeline]:
