@@ -245,7 +245,7 @@ class _StandIn(torch.autograd.Function):
         else:
             ctx.save_for_backward(query, key, value, out, lse)
         if (counter := _Counter.active) is not None:
-            counter.count_saved(out.nbytes + lse.nbytes)
+            counter.add_saved(out.nbytes + lse.nbytes)
         return out
 
     @staticmethod
@@ -330,7 +330,7 @@ class _Counter(TorchDispatchMode):
             storage_of(tensor): tensor for tensor, is_saved in zip(outputs, are_saved, strict=True) if is_saved
         }
 
-    def count_saved(self, num_bytes: int) -> None:
+    def add_saved(self, num_bytes: int) -> None:
         """Counts a result that selective checkpointing keeps, of the block that is running."""
         if self._block is not None:
             self.saved.blocks[self._block].selective += num_bytes
@@ -347,7 +347,7 @@ class _Counter(TorchDispatchMode):
         if name in MATMUL:
             self._products += 1
         if name in ATTENTION or name in COMMUNICATION or (name in MATMUL and self._products % 2):
-            self.count_saved(sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
+            self.add_saved(sum(leaf.nbytes for leaf in tree_leaves(result) if isinstance(leaf, Tensor)))
         return result
 
 
