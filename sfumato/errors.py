@@ -1,5 +1,6 @@
 """Errors that a user can cause. A task prints them without a stack trace and exits with their exit code."""
 
+import difflib
 import re
 from collections.abc import Sequence
 
@@ -140,3 +141,10 @@ class StoppedError(KeyboardInterrupt):
     """
 
     exit_code = 143
+
+
+def suggest(name: str, names: list[str]) -> str:
+    """The end of a message about an unknown name: the nearest valid name, if one is near, and all valid names."""
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
+    return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"

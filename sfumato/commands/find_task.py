@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, cast
 from sfumato.config.environment import environment_with
 from sfumato.config.load import load_config
 from sfumato.config.tasks import TASKS, schema_of
-from sfumato.config.yaml_text import read_yaml, suggest
-from sfumato.errors import ConfigError
+from sfumato.config.yaml_text import read_yaml
+from sfumato.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from sfumato.config.tasks import TaskConfig

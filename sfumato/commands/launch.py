@@ -108,7 +108,7 @@ def find_script(name: str) -> Path:
     for shipped in tasks:
         if name in (shipped.stem, f"tasks/{shipped.name}"):
             return shipped
-    from sfumato.config.yaml_text import suggest
+    from sfumato.errors import suggest
 
     raise ConfigError(f"task not found: {name}{suggest(path.stem, [task.stem for task in tasks])}\nusage: {HINT}")
 

@@ -112,7 +112,7 @@ def choose(task: str | None, config: str | None) -> tuple[str, Path]:
     tasks = task_files()
     name = None if task is None else task.removeprefix("tasks/").removesuffix(".py")
     if task is not None and name not in tasks:
-        from sfumato.config.yaml_text import suggest
+        from sfumato.errors import suggest
 
         raise ConfigError(f"--task {task}: there is no such task{suggest(task, [*tasks])}")
     if config is None:

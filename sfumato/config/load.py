@@ -20,8 +20,8 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import CHECKPOINT_NAME, refuse_run_among_data
 from sfumato.config.secrets import secret_problem
 from sfumato.config.shipped import find_beside
-from sfumato.config.yaml_text import parse_yaml, read_yaml, suggest
-from sfumato.errors import ConfigError
+from sfumato.config.yaml_text import parse_yaml, read_yaml
+from sfumato.errors import ConfigError, suggest
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails

@@ -184,10 +184,3 @@ def read_yaml(path: str | Path, as_written: bool = False) -> JsonObject:
 def config_text(config: Section) -> str:
     """The resolved configuration as YAML, which can be run again as it is."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
-
-
-def suggest(name: str, names: list[str]) -> str:
-    """The end of a message about an unknown name: the nearest valid name, if one is near, and all valid names."""
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
-    return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"

@@ -139,8 +139,8 @@ def words_of(text: str) -> list[str]:
     """The words of a text, without case and punctuation; of writing without spaces, such as Chinese, its characters."""
     text = _UNSPACED.sub(r" \g<0> ", unicodedata.normalize("NFKC", text).replace("\u2019", "'").casefold())
     # marks are a part of words: vowels of Hindi and others are written by them
-    kept = (letter if _is_of_word(letter) else " " for letter in text)
-    return [word.strip("'") for word in "".join(kept).split() if word.strip("'")]
+    letters = (letter if _is_of_word(letter) else " " for letter in text)
+    return [word.strip("'") for word in "".join(letters).split() if word.strip("'")]
 
 
 def _is_of_word(letter: str) -> bool:

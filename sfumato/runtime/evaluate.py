@@ -51,7 +51,7 @@ def evaluate(
         roles: the actor draws, or if so configured a sampler of its own. The actor saves samples, so that no image
             passes through this process.
         run: reports what could not be scored, and shows samples to the trackers.
-        draw: ``(state, rows, config)`` to samples of these held-out prompts, and a ``EvalStats`` with measurements.
+        draw: ``(state, rows, config)`` to samples of these held-out prompts, and an ``EvalStats`` with measurements.
         config: of the task.
         step: finished iterations.
         trained: what the ranks learned from in the iteration, if there was one.

@@ -67,8 +67,9 @@ class ImageText:
         """The first code, or token around an image, in a text; None without one."""
         before, _, rest = self.code.partition("{")
         code = f"{re.escape(before)}[0-9]+{re.escape(rest.partition('}')[2])}"
-        found = re.search("|".join([code, *(re.escape(part) for part in (self.opening, self.closing) if part)]), text)
-        return None if found is None else found[0]
+        around_image = [re.escape(token) for token in (self.opening, self.closing) if token]
+        match = re.search("|".join([code, *around_image]), text)
+        return None if match is None else match[0]
 
 
 def add_drawing_tokens(tokenizer: PreTrainedTokenizerBase, codebook_size: int) -> int:

@@ -306,8 +306,8 @@ class MediaProcessor:
     def check_shapes(self, shapes: np.ndarray, images: MediaRefs) -> None:
         """Raises DataError when media have other shapes than when their tokens were made."""
         if not np.array_equal(shapes, images.shapes):
-            kinds = " or a ".join(self.media)
-            raise DataError(f"{images.where}: an {kinds} has another size than when the data was preprocessed")
+            kinds = " or ".join(NAMES[kind] for kind in self.media)
+            raise DataError(f"{images.where}: {kinds} has another size than when the data was preprocessed")
 
     def process_opened(self, media: Sequence[Image.Image | Clip | Sound]) -> Tensors:
         """As ``tensors``, for media that have been opened; their shapes are not compared."""

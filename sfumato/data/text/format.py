@@ -97,7 +97,7 @@ class TextFormat(ABC):
     """What the numbers are that documents say of tokens: margins (at the last token of the better answer), labels (at
     the last token of an answer) or steps (at the tokens that end them); empty: there are none."""
     has_images: ClassVar[bool] = False
-    """Whether documents may have images; then ``transform`` is given an ``MediaProcessor`` instead of a tokenizer."""
+    """Whether documents may have images; then ``transform`` is given a ``MediaProcessor`` instead of a tokenizer."""
     draws: ClassVar[bool] = False
     """Whether images in messages of the assistant are drawn."""
     has_answers: ClassVar[bool] = True

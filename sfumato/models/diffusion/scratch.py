@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.config.yaml_text import suggest
-from sfumato.errors import MissingDependencyError
+from sfumato.errors import MissingDependencyError, suggest
 
 if TYPE_CHECKING:
     from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL

@@ -19,9 +19,9 @@ from torch import nn
 from sfumato.config.paths import check_weights, refuse_other_layout
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
-from sfumato.config.yaml_text import read_yaml, suggest
+from sfumato.config.yaml_text import read_yaml
 from sfumato.data.text.answer_end import facts_of
-from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.errors import ConfigError, MissingDependencyError, suggest
 from sfumato.models.language.hf_config import attend_in_segments, attention_by_part, can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION, register_packed_attention
 from sfumato.models.language.source_folder import (

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from sfumato.config.omni import PartConfig
 from sfumato.config.paths import refuse_missing_model
 from sfumato.config.trust import load_pretrained
-from sfumato.config.yaml_text import read_yaml, suggest
+from sfumato.config.yaml_text import read_yaml
 from sfumato.data.media.image_answers import ImageText
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, suggest
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:

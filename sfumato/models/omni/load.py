@@ -22,11 +22,11 @@ from sfumato.config.open_mappings import Keywords
 from sfumato.config.paths import check_weights, refuse_missing_model
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
-from sfumato.config.yaml_text import read_yaml, suggest
+from sfumato.config.yaml_text import read_yaml
 from sfumato.data.media.image_answers import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.token_ids import token_id
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, suggest
 from sfumato.models.language.hf_config import attention_by_part
 from sfumato.models.language.packed_attention import register_packed_attention
 from sfumato.models.language.parts import DTYPES, build_tokenizer, check_keys, freeze

@@ -35,7 +35,7 @@ class RolloutDumps:
         self.mesh = mesh
         self.output_dir = Path(config.train.output_dir)
         self.tokenizer = tokenizer
-        self._sparing = BestEffortFiles(say)
+        self._best_effort_files = BestEffortFiles(say)
         self._has_begun = False
 
     @property
@@ -81,7 +81,7 @@ class RolloutDumps:
         # gathered, so that all ranks report the same problem
         problems = [error for error in self.mesh.gather(problem) if error is not None]
         self._has_begun = True
-        self._sparing.report(self.output_dir / FOLDER, problems[0] if problems else None)
+        self._best_effort_files.report(self.output_dir / FOLDER, problems[0] if problems else None)
 
     def _remove_from(self, step: int) -> None:
         """Removes the dumps of later steps, and those of this step by ranks that this run does not have.

@@ -137,9 +137,8 @@ class Cluster(Driver):
             ConfigError: there is no place for them, their number does not fit ``train``, or (in ``wait_ready``) they
                 do not see the folder.
         """
-        Layout.resolve(
-            train, pool.processes
-        )  # raises for a wrong number of processes, before anything waits for a place
+        # raises for a wrong number of processes, before anything waits for a place
+        Layout.resolve(train, pool.processes)
         if name not in self._places:
             self.reserve(groups={name: pool}, pools={})
         places = self._places.pop(name)

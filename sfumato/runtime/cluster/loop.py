@@ -354,9 +354,8 @@ class DriverLoop:
             (handle for handle in handles if cast("ObjectRef", handle.reference).hex() == lost), handles[0]
         ).future.role
         reason = f"values that role {made_by} had made are lost with the machine they lay on"
-        if (
-            role.works_together and not future.prefetches
-        ):  # other ranks may run their parts already, and wait for this one
+        # other ranks may run their parts already, and wait for this one
+        if role.works_together and not future.prefetches:
             self.lose(role, role.processes, reason)
             return
         self._answered(part)
