@@ -87,8 +87,8 @@ def use_older_tokenizer_names(folder: Path) -> None:
 def _names_token(key: str) -> bool:
     """Whether a key of a tokenizer_config.json names a token that transformers' tokenizers have no field of their own
     for."""
-    own = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
-    return key.endswith("_token") and key not in own
+    standard_names = {f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")}
+    return key.endswith("_token") and key not in standard_names
 
 
 def use_older_names_in_pipeline(folder: Path) -> None:
