@@ -19,7 +19,7 @@ MOVED = {
     "sfumato.rollout.dumps": "sfumato.rollout.debug.dumps",
     "sfumato.rollout.policy": "sfumato.rollout.diffusion.policy",
     "sfumato.rollout.token_colours": "sfumato.rollout.debug.token_colours",
-    "sfumato.rollout.turns": "sfumato.rollout.agents.turns",
+    "sfumato.rollout.turns": "sfumato.rollout.kinds.base",
     "sfumato.rollout.tools": "sfumato.rollout.agents.tools",
 }
 """New name by old one."""

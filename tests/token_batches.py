@@ -9,7 +9,8 @@ import numpy as np
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_batch import TokenBatch
-from sfumato.rollout.text.tokens import FinishReason, TokenSequence
+from sfumato.rollout.engines.base import FinishReason
+from sfumato.rollout.text.tokens import TokenSequence
 
 LENGTHS = (7, 7, 20, 3, 3, 3, 31, 2)
 

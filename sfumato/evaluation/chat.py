@@ -14,8 +14,8 @@ from sfumato.errors import ConfigError, DataError
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.sources import ModelSource
 from sfumato.evaluation.texts import TextModel, generation_settings, replaced_settings
-from sfumato.rollout.agents.turns import request_seed
 from sfumato.rollout.engines.base import GenerationRequest
+from sfumato.rollout.kinds.base import request_seed
 
 UNFINISHED = "\ufffd"
 """What the decoder shows at the end for a character of which some bytes are not drawn yet."""

@@ -15,9 +15,9 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
-from sfumato.rollout.agents.turns import request_seed
 from sfumato.rollout.engines.base import GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.kinds.base import request_seed
 from sfumato.rollout.text.policy import stop_tokens
 
 if TYPE_CHECKING:

@@ -224,7 +224,7 @@ class _Texts:
 
     def answer(self, question: Question) -> tuple[Sample, str]:
         from sfumato.evaluation.texts import replaced_settings
-        from sfumato.rollout.agents.turns import SampleKeys
+        from sfumato.rollout.kinds.base import SampleKeys
         from sfumato.rollout.text.policy import EVALUATION
 
         asked = GenerationOptions(

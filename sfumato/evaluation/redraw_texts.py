@@ -15,7 +15,7 @@ from sfumato.evaluation.recorded import RecordedSample, Redrawn
 from sfumato.evaluation.redraw_units import check_prompt, evaluated_rows, place_of, training_unit
 from sfumato.evaluation.sources import ModelSource
 from sfumato.evaluation.texts import TextModel, TextSettings, text_models, text_prompts
-from sfumato.rollout.agents.turns import SampleKeys
+from sfumato.rollout.kinds.base import SampleKeys
 from sfumato.rollout.text.policy import EVALUATION
 from sfumato.rollout.text.watched import encode_watched
 

@@ -38,10 +38,9 @@ from sfumato.models.lora import remove_adapters
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.engines.settings import Embedded
-from sfumato.rollout.kinds.base import RolloutKind
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
 from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.text.policy import EVALUATION, build_text_template, stop_tokens
 from sfumato.tracking.folder import run_date

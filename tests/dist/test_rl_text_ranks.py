@@ -19,7 +19,7 @@ from sfumato.rollout.engines.base import EngineError, Sampling
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.oversampling.first_finished import AnswerKey, FirstFinished
 from sfumato.rollout.oversampling.unfinished import Group
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.text.tokens import GrowingSequence
 from sfumato.tracking.json_lines import read_jsonl
 from tests.dist.ranks import RankPool
 from tests.dist.test_tasks import LAST_BITS, PLAIN, STEPS, assert_equal_runs, run_rank

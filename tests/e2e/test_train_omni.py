@@ -23,8 +23,8 @@ from sfumato.errors import ConfigError
 from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.image_rollout import DrawingKind
 from sfumato.rollout.text.image_generation import draw_images
 from tests.scripted_engine import ScriptedEngine

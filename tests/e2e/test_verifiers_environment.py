@@ -14,8 +14,8 @@ from sfumato.data.text.prompts import load_text_prompts
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.environment import EnvironmentReward
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.verifiers import Verifiers
 from tests.scripted_engine import ScriptedEngine
 

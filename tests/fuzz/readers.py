@@ -697,8 +697,8 @@ def make_endpoint(folder: Path) -> list[Reader]:
     from sfumato.models.language.load import build_byte_tokenizer
     from sfumato.rollout.agents.openai_endpoint import Endpoint
     from sfumato.rollout.agents.recorded_calls import Session
-    from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
     from sfumato.rollout.engines.base import Sampling
+    from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
     from tests.scripted_engine import ScriptedEngine
 
     tokenizer = build_byte_tokenizer()

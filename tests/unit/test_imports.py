@@ -240,7 +240,7 @@ MOST_LINES = {
     "rl_diffusion": 29_600,
     "rl_diffusion_direct": 28_700,
     "rl_diffusion_forward": 29_100,
-    "rl_text": 29_250,
+    "rl_text": 29_400,
     "train_autoencoder": 21_200,
     "train_dit": 24_300,
     "train_dit_dpo": 25_600,

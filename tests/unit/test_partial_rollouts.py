@@ -23,10 +23,10 @@ from sfumato.errors import CheckpointError, ConfigError, DataError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.agents.turns import LengthLimits, request_seed
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.kinds.base import LengthLimits, request_seed
 from sfumato.rollout.oversampling.partial import OverSampling
 from sfumato.rollout.oversampling.unfinished import UnfinishedGroups, UnfinishedRollouts
 from sfumato.rollout.text import policy as text_policy

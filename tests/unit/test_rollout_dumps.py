@@ -31,7 +31,8 @@ from sfumato.rollout.debug.dump_writer import RolloutDumps
 from sfumato.rollout.debug.dumps import RolloutDump, dump_path, read_dump, write_dump
 from sfumato.rollout.debug.replay import DumpedRollouts
 from sfumato.rollout.debug.token_colours import write_token_page
-from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
+from sfumato.rollout.engines.base import FinishReason
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.json_lines import read_jsonl
 from tests.text_rewards import Ascii
 from tests.tiny import ROOT, load_task, run_task_here, tiny_text_rl_config, weights_in

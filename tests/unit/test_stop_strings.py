@@ -14,12 +14,12 @@ from sfumato.data.text.prompts import TextPrompt
 from sfumato.data.text.stop_strings import before_stop, completes_stop, num_looked_at
 from sfumato.errors import ConfigError
 from sfumato.models.language.parts import build_byte_tokenizer
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.debug.dumps import read_dump
 from sfumato.rollout.engines import sglang, vllm
 from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.environment import Environment
 from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.kinds.tools import ToolUse

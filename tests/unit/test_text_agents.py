@@ -17,10 +17,10 @@ from sfumato.data.text.prompt_template import build_prompt_template
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import EngineError, Sampling
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.kinds.agent import Agent
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from tests.plain_engine import log_probs_of, tiny_model
 from tests.scripted_engine import ScriptedEngine
 

@@ -13,8 +13,8 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.base import Failure
 from sfumato.rewards.environment import EnvironmentReward
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.environment import Environment
 from tests.scripted_engine import ScriptedEngine
 

@@ -14,9 +14,9 @@ from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.text.prompt_template import build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, TextPromptLoader, load_text_prompts
 from sfumato.models.language.load import build_byte_tokenizer
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
 from sfumato.rollout.kinds.agent import Agent
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.environment import Environment
 from sfumato.rollout.kinds.tools import ToolUse
 from tests.scripted_engine import ScriptedEngine

@@ -17,8 +17,8 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rollout.agents.calculator import CalculationError, calculate
 from sfumato.rollout.agents.tool_calls import inline_call, read_calls, without_calls
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.single_turn import SingleTurn
 from sfumato.rollout.kinds.tools import ToolUse
 from sfumato.rollout.text.turn_tokens import tokens_after, tokens_between

@@ -11,10 +11,10 @@ from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.text.prompt_template import build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, load_text_prompts
 from sfumato.models.language.load import build_byte_tokenizer
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys, request_seed
 from sfumato.rollout.engines.base import Completion, Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys, request_seed
 from sfumato.rollout.kinds.single_turn import SingleTurn
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.text.tokens import GrowingSequence
 from tests.plain_engine import PlainEngine, log_probs_of, tiny_model
 
 TOKENIZER = build_byte_tokenizer()

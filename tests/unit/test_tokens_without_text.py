@@ -16,8 +16,8 @@ from sfumato.models.language.load import build_language_model
 from sfumato.models.language.probe import probe
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
-from sfumato.rollout.agents.turns import DrawnText
 from sfumato.rollout.debug.dumps import read_dump
+from sfumato.rollout.kinds.base import DrawnText
 from sfumato.rollout.text.greedy import answer_greedily
 from sfumato.rollout.text.policy import build_text_template, open_prompts, stop_tokens
 from sfumato.tracking.json_lines import read_jsonl

@@ -24,10 +24,9 @@ from sfumato.data.text.messages import without_nulls
 from sfumato.data.text.prompt_template import PromptTemplate, Tools, check_prompt
 from sfumato.errors import DataError
 from sfumato.rollout.agents.tool_calls import ToolCall, read_calls, without_calls
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
-from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.text.growing_sequence import GrowingSequence
-from sfumato.rollout.text.tokens import FinishReason, TokenSequence
+from sfumato.rollout.engines.base import Engine, FinishReason, Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
+from sfumato.rollout.text.tokens import GrowingSequence, TokenSequence
 from sfumato.rollout.text.turn_tokens import end_token, tokens_between
 
 if TYPE_CHECKING:

@@ -39,7 +39,8 @@ from sfumato.data.media.kinds import AudioFile, VideoFile
 from sfumato.errors import DataError
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import RankBatch, SampleRequest
-from sfumato.rollout.text.tokens import FinishReason, TextRollout, TokenSequence
+from sfumato.rollout.engines.base import FinishReason
+from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,9 @@ from typing import Literal, Protocol
 import torch
 
 from sfumato.data.media.document_media import MediaRefs
-from sfumato.rollout.text.tokens import FinishReason
+
+FinishReason = Literal["stop", "length", "abort"]
+"""Why a completion ended: by a stop token or text, at the limit of its length, or because it was aborted."""
 
 
 @dataclass(frozen=True)

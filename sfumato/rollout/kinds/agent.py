@@ -15,10 +15,9 @@ from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.agents.openai_endpoint import MODEL, check_packages, open_endpoint
 from sfumato.rollout.agents.recorded_calls import Session
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
-from sfumato.rollout.kinds.base import RolloutKind
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
 
 
 @dataclass(frozen=True, kw_only=True)

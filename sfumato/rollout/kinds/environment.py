@@ -13,11 +13,10 @@ from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.agents.tools import cut
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
-from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
+from sfumato.rollout.text.tokens import GrowingSequence
 from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
 
 if TYPE_CHECKING:

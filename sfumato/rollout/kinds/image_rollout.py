@@ -16,10 +16,9 @@ from sfumato.errors import ConfigError
 from sfumato.models.omni.hf_image_tokenizers import OwnCodes, family_of, read_own_codes
 from sfumato.models.omni.image_tokenizer import ImageTokenizer
 from sfumato.rewards.base import load_once
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
+from sfumato.rollout.text.tokens import GrowingSequence
 
 if TYPE_CHECKING:
     from sfumato.rewards.base import Sample

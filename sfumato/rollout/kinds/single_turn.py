@@ -7,10 +7,9 @@ from typing import ClassVar
 
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
+from sfumato.rollout.text.tokens import GrowingSequence
 
 
 @dataclass(frozen=True, kw_only=True)

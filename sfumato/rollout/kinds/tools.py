@@ -14,10 +14,9 @@ from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, DataError
 from sfumato.rollout.agents.tool_calls import INLINE_END, ToolCall, inline_call, read_calls, tokens_that_end_in
 from sfumato.rollout.agents.tools import Tool, ToolResult, build_tool
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.engines.base import Engine, Sampling
-from sfumato.rollout.kinds.base import RolloutKind
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
+from sfumato.rollout.text.tokens import GrowingSequence
 from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
 
 SHORT = {"calc": "calculator"}

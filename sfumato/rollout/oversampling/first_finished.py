@@ -17,7 +17,7 @@ from sfumato.data.text.prompts import TextPrompt
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.oversampling.unfinished import Group
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.text.tokens import GrowingSequence
 
 TURNS = 16
 """Turns of the event loop between two exchanges among ranks. The embedded engine draws a token for each of its rows in

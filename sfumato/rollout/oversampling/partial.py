@@ -24,14 +24,13 @@ from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt, TextPromptLoader
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
-from sfumato.rollout.agents.turns import LengthLimits, SampleKeys
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.engines.base import Engine, Sampling
+from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.single_turn import answered
 from sfumato.rollout.oversampling.first_finished import SERVED_TURN_S, AnswerKey, FirstFinished
 from sfumato.rollout.oversampling.unfinished import Group, UnfinishedGroups
-from sfumato.rollout.text.growing_sequence import GrowingSequence
-from sfumato.rollout.text.tokens import TextRollout
+from sfumato.rollout.text.tokens import GrowingSequence, TextRollout
 
 
 class OverSampling:

@@ -10,7 +10,7 @@ import numpy as np
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import DataError
 from sfumato.rollout.engines.base import Completion
-from sfumato.rollout.text.growing_sequence import GrowingSequence
+from sfumato.rollout.text.tokens import GrowingSequence
 
 _ARRAYS = {"token_ids": np.int32, "log_probs": np.float32, "versions": np.int32}
 

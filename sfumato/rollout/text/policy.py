@@ -35,12 +35,12 @@ from sfumato.models.policies import Policies
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
-from sfumato.rollout.agents.turns import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.batch import EvalStats, SampleRequest
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.complete import complete
 from sfumato.rollout.engines.embedded.policy_engine import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
+from sfumato.rollout.kinds.base import DrawnText, LengthLimits, SampleKeys
 from sfumato.rollout.text.tokens import TextRollout, TokenSequence
 from sfumato.tracking.folder import run_date
 

@@ -8,7 +8,7 @@ from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError
-from sfumato.rollout.agents.turns import SampleKeys
+from sfumato.rollout.kinds.base import SampleKeys
 from sfumato.rollout.text.policy import EVALUATION
 from sfumato.tracking.samples import SampleRecord
 

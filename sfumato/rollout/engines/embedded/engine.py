@@ -25,13 +25,12 @@ from sfumato.data.text.stop_strings import Decode, completes_stop, num_looked_at
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import group_documents
 from sfumato.models.language.hf_config import changing_positions, known_positions
-from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.base import Completion, EngineError, FinishReason, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.row_choice import choose_rows
 from sfumato.rollout.engines.embedded.row_state import ActiveRequest, RowState
 from sfumato.rollout.engines.embedded.rows import CachedRows, Rows, rounded_up
 from sfumato.rollout.engines.embedded.token_sampling import draw
-from sfumato.rollout.text.tokens import FinishReason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

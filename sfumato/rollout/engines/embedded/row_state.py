@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
+from sfumato.rollout.engines.base import Completion, FinishReason, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.token_sampling import DrawSettings, request_noise
-from sfumato.rollout.text.tokens import FinishReason
 
 
 @dataclass(eq=False)

@@ -13,9 +13,8 @@ import torch
 
 from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.shards import Shards, Spec
-from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
+from sfumato.rollout.engines.base import Completion, EngineError, FinishReason, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.weight_files import WeightFiles
-from sfumato.rollout.text.tokens import FinishReason
 
 INITIAL = 0
 """Version of the weights of the model's own files."""
