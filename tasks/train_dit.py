@@ -130,7 +130,7 @@ def denoising_losses(
     """Flow-matching loss of each sample, ``[B]``, at noise and a noise level that are keyed by the sample."""
     shift = model.shift_at(batch.latents.shape[1:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, batch.sample_ids)
-    levels = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
+    levels = draw_sigma(uniform, flow.density(model.timestep_sampling), flow.logit_mean, flow.logit_std, shift)
     sigma = model.training_sigma(to_device(levels, model.device))
     noise = keyed_normal(batch.latents.shape[1:], seed, "noise", step, batch.sample_ids, model.device)
     dropped = keyed_uniform(seed, "prompt dropout", step, batch.sample_ids) < flow.prompt_dropout

@@ -185,7 +185,7 @@ def predict_pairs(policies: Policies, batch: EncodedBatch, config: TrainDitDpoCo
     ids = batch.sample_ids
     shift = model.shift_at(batch.latents.shape[2:]) if flow.shift is None else flow.shift
     uniform = keyed_uniform(seed, "sigma", step, ids)
-    pair_levels = draw_sigma(uniform, flow.timestep_sampling, flow.logit_mean, flow.logit_std, shift)
+    pair_levels = draw_sigma(uniform, flow.density(model.timestep_sampling), flow.logit_mean, flow.logit_std, shift)
     conditioning = batch.conditioning
     if step != EVALUATION:
         dropped = keyed_uniform(seed, "prompt dropout", step, ids) < flow.prompt_dropout

@@ -15,9 +15,10 @@ from sfumato.config.sections import CHANGED_WEIGHTS, EpochTrainConfig, ModelConf
 class FlowConfig(Section):
     """Flow matching: which noise levels are trained, and how often without a prompt."""
 
-    timestep_sampling: Literal["uniform", "logit_normal"] = "logit_normal"
-    """Density from which sigma is drawn before the shift (logit_normal: SD3, arXiv 2403.03206; Stable Diffusion 1.5, 2
-    and XL and CogVideoX were trained with uniform)."""
+    timestep_sampling: Literal["uniform", "logit_normal"] | None = None
+    """Density from which sigma is drawn before the shift: null takes uniform for models that predict noise or v, as
+    Stable Diffusion 1.5, 2 and XL and CogVideoX were trained, and logit_normal (SD3, arXiv 2403.03206) for flows, and
+    where its mean or deviation is set."""
     logit_mean: float = 0.0
     """Mean of the normal distribution behind logit_normal."""
     logit_std: float = Field(1.0, gt=0)
@@ -26,6 +27,12 @@ class FlowConfig(Section):
     """sigma becomes shift sigma / (1 + (shift - 1) sigma); null takes the shift of the model's scheduler."""
     prompt_dropout: float = Field(0.1, ge=0, lt=1)
     """Share of captions that are replaced by the empty prompt, for classifier-free guidance."""
+
+    def density(self, by_model: str) -> str:
+        """The density of noise levels: the configured one, or else ``by_model``, which the model was trained with."""
+        if self.timestep_sampling is None and self.non_defaults.keys() & {"logit_mean", "logit_std"}:
+            return "logit_normal"
+        return self.timestep_sampling or by_model
 
     @model_validator(mode="after")
     def _has_effect(self) -> FlowConfig:

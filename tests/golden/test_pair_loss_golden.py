@@ -80,8 +80,9 @@ def test_every_setting_of_the_loss_is_used(pairs: tuple[Policies, EncodedBatch, 
     policies, batch, config = pairs
     base = losses_of(policies, batch, config)
     assert torch.equal(losses_of(policies, batch, config), base)
+    by_model = policies.model.timestep_sampling
     for name, value in (
-        ("timestep_sampling", "uniform"),
+        ("timestep_sampling", "uniform" if by_model == "logit_normal" else "logit_normal"),
         ("shift", 3.0),
         ("logit_mean", 0.5),
         ("prompt_dropout", 0.99),

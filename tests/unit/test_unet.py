@@ -27,6 +27,8 @@ from sfumato.data.loader import IndexBatch
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import OnlineEncoder
+from sfumato.models.diffusion.families.cogvideox import CogVideoX
+from sfumato.models.diffusion.families.sd3 import StableDiffusion3
 from sfumato.models.diffusion.families.stable_diffusion import StableDiffusion
 from sfumato.models.diffusion.families.stable_diffusion_xl import StableDiffusionXL
 from sfumato.models.diffusion.latent_cache import open_cache
@@ -299,6 +301,23 @@ def test_xl_is_told_how_large_each_picture_was_and_what_was_cut_off(cached: bool
     assert torch.equal(guided, torch.cat([seen, seen])), "both branches are told"
     drawn = seen_sizes(model, lambda: sample(model, 2, guidance_scale=2.0))
     assert (drawn == torch.tensor([16.0, 16, 0, 0, 16, 16])).all(), "what is drawn is whole"
+
+
+@pytest.mark.parametrize(
+    ("family", "flow", "density"),
+    [
+        (StableDiffusion, {}, "uniform"),
+        (StableDiffusion, {"logit_std": 2.0}, "logit_normal"),
+        (StableDiffusion, {"timestep_sampling": "logit_normal"}, "logit_normal"),
+        (CogVideoX, {}, "uniform"),
+        (StableDiffusion3, {}, "logit_normal"),
+        (StableDiffusion3, {"timestep_sampling": "uniform"}, "uniform"),
+    ],
+)
+def test_noise_levels_are_drawn_as_the_model_was_trained(
+    family: type[DiffusionModel], flow: dict[str, Any], density: str
+) -> None:
+    assert FlowConfig(**flow).density(family.timestep_sampling) == density
 
 
 def test_both_pictures_of_a_pair_have_their_own_size_in_xl(tmp_path: Path) -> None:

@@ -83,6 +83,8 @@ class DiffusionModel(FrozenParts):
     """Smallest ``model.max_sequence_length`` that is allowed."""
     image_family: ClassVar[str | None] = None
     """Name of the class in the same file that makes samples from source images with the same components."""
+    timestep_sampling: ClassVar[str] = "logit_normal"
+    """Density of the random numbers that ``training_sigma`` maps to noise levels, where a run states none."""
     caches_steps: ClassVar[bool] = False
     """Whether diffusers' MagCache, which skips blocks of a denoising step, works with the denoiser."""
 

@@ -13,7 +13,7 @@ Diffusion begins below s = 1: ``start`` scales the first latents accordingly.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Unpack
+from typing import TYPE_CHECKING, ClassVar, Unpack
 
 import torch
 from torch import Tensor
@@ -31,6 +31,8 @@ SAME_TIMESTEP = 1e-3
 
 class VariancePreserving(DiffusionModel):
     """Base class of such families."""
+
+    timestep_sampling: ClassVar[str] = "uniform"
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``."""
