@@ -68,7 +68,7 @@ def _family(kind: str, folder: Path) -> Config:
     """Pretraining on images of one diffusion family."""
     config = tiny_dit_config(folder)
     pipeline = write_tiny_pipeline(folder / kind, described=FAMILIES[kind]())
-    return merge(config, {"model": {"model_path": str(pipeline)}})
+    return merge(config, {"model": {"model_path": str(pipeline)}, "flow": {"timestep_sampling": "logit_normal"}})
 
 
 def _image_tokenizer(folder: Path) -> Config:
