@@ -166,6 +166,16 @@ def test_masks_and_source_pictures_of_a_table_are_named_by_it(tmp_path: Path) ->
     assert said == [f'{tmp_path}: 1 pictures that its table does not name (1 .png): "a-mask.png"']
 
 
+def test_captions_beside_the_pictures_of_a_table_are_said_to_be_unread(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(content())
+    (tmp_path / "a.txt").write_text("another caption")
+    (tmp_path / "notes.txt").write_text("of no picture")
+    (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a"}))
+    opened(tmp_path, said := [])
+    why = "captions that are not read, since its table has those of the same pictures"
+    assert said == [f'{tmp_path}: 1 {why} (1 .txt): "a.txt"']
+
+
 @pytest.mark.parametrize("ending", [".parquet", ".arrow", ".tar"])
 def test_a_folder_of_shards_is_read_as_one_table(tmp_path: Path, ending: str) -> None:
     """As snapshots of data sets are laid out: data/train-00000-of-00002.parquet, and a page that describes them."""

@@ -182,7 +182,8 @@ class FolderRows:
 def describe_unlisted(
     folder: Path, rows: FiledRows, image_keys: Callable[[dict[str, object]], Sequence[str]], endings: set[str]
 ) -> list[str]:
-    """A line about the pictures of a folder that its table does not name; none where there are none.
+    """Lines about the pictures of a folder that its table does not name, and about captions beside those that it names;
+    none where there are none.
 
     Args:
         folder: of the pictures and the table.
@@ -207,7 +208,17 @@ def describe_unlisted(
     unlisted = [
         path for path in files if path.suffix.lower() in endings and _composed(os.path.normpath(path)) not in named
     ]
-    return [*_describe_files(unlisted, folder, "pictures that its table does not name"), *describe_runs(folder, runs)]
+    stems = {os.path.splitext(path)[0] for path in named}
+    captions = [
+        path for path in files if path.suffix.lower() in (".txt", ".caption") and os.path.normpath(_stem(path)) in stems
+    ]
+    return [
+        *_describe_files(unlisted, folder, "pictures that its table does not name"),
+        *_describe_files(
+            captions, folder, "captions that are not read, since its table has those of the same pictures"
+        ),
+        *describe_runs(folder, runs),
+    ]
 
 
 def _describe_files(paths: list[Path], root: Path, description: str) -> list[str]:
