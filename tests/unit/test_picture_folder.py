@@ -172,8 +172,7 @@ def test_captions_beside_the_pictures_of_a_table_are_said_to_be_unread(tmp_path:
     (tmp_path / "notes.txt").write_text("of no picture")
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.png", "text": "a"}))
     opened(tmp_path, said := [])
-    why = "captions that are not read, since its table has those of the same pictures"
-    assert said == [f'{tmp_path}: 1 {why} (1 .txt): "a.txt"']
+    assert said == [f'{tmp_path}: 1 captions that are not read, since its table has others (1 .txt): "a.txt"']
 
 
 @pytest.mark.parametrize("ending", [".parquet", ".arrow", ".tar"])

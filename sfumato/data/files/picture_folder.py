@@ -214,9 +214,7 @@ def describe_unlisted(
     ]
     return [
         *_describe_files(unlisted, folder, "pictures that its table does not name"),
-        *_describe_files(
-            captions, folder, "captions that are not read, since its table has those of the same pictures"
-        ),
+        *_describe_files(captions, folder, "captions that are not read, since its table has others"),
         *describe_runs(folder, runs),
     ]
 
