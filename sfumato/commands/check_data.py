@@ -254,7 +254,8 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
     """Transforms some rows of a source of text, and reads the heads of the media files of all others."""
 
     def look(index: int, findings: SourceFindings) -> None:
-        for sample in transform(_read_row(rows, index, transform), rows.describe(index)):
+        row = filed_row(rows, index) if has_media(transform) else rows[index]
+        for sample in transform(row, rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
             findings.longest = max(findings.longest, *(len(document.input_ids) for document in sample.documents))
@@ -264,11 +265,6 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
     if has_media(transform):
         _look_at_heads(findings, rows, cast("ImageConversationTransform", transform))
     return findings
-
-
-def _read_row(rows: RowTable, index: int, transform: TextTransform) -> dict[str, object]:
-    """A row of a table; where the transform reads images, one that knows the folder its paths are relative to."""
-    return filed_row(rows, index) if has_media(transform) else rows[index]
 
 
 def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: ImageConversationTransform) -> None:

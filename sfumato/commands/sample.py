@@ -87,6 +87,6 @@ def run(options: argparse.Namespace) -> int:
     if written.left_out:
         say(written.left_out)
         notes.append(written.left_out)
-    page = written.write_page("Samples", notes)
+    page = written.write_page(notes)
     print(f"written: {page}")
     return 130 if interrupted else 0

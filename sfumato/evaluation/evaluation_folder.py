@@ -14,7 +14,7 @@ from sfumato.config.writing import write_atomically
 from sfumato.evaluation.results import Evaluation, as_json, as_markdown, rows_of
 from sfumato.evaluation.samples_folder import SamplesFolder, write_sections
 from sfumato.tracking.json_lines import strict_json
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.report_tables import numbers_table, section
 
 INTERVALS = "Brackets hold 95 % bootstrap intervals over prompts; differences are over pairs of equal prompt and seed."
 
@@ -53,7 +53,5 @@ def print_table(evaluation: Evaluation, as_json_text: bool) -> None:
 def _table(evaluation: Evaluation) -> str:
     """The table on the page."""
     columns, rows = rows_of(evaluation)
-    head = "".join(f'<th scope="col">{escape(printable(column))}</th>' for column in columns)
     body = "".join(f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<table class='numbers'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return section("Results", INTERVALS, f'<div class="scroll">{table}</div>')
+    return section("Results", INTERVALS, numbers_table([escape(printable(column)) for column in columns], body))

@@ -5,15 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sfumato.checkpoint.parts import StoredCheckpoint
+from sfumato.checkpoint.state import load_trained
 from sfumato.config.paths import find_model_folder
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_model_file
 from sfumato.errors import CheckpointError, ConfigError
+from sfumato.parallel.layout import Layout
+from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import read_values
 from sfumato.tracking.identity import BEGUN_WITH, KEY
 
 if TYPE_CHECKING:
-    from sfumato.evaluation.sources import SourceRun
+    import torch
+    from torch import nn
+
+    from sfumato.evaluation.sources import ModelSource, SourceRun
 
 
 def check_model_is_here(run: SourceRun) -> None:
@@ -26,6 +33,17 @@ def check_model_is_here(run: SourceRun) -> None:
                 f"model.{name} {path}, of which {run.folder} was trained, is not here{start}: write into "
                 f"{run.folder / 'config.yaml'} where it lies"
             )
+
+
+def load_checkpoint(trained: nn.Module, source: ModelSource, device: torch.device) -> None:
+    """Gives a run's model the weights of one of its checkpoints.
+
+    Raises:
+        CheckpointError: as ``load_trained`` and ``check_model_files``.
+    """
+    assert source.run is not None
+    load_trained(trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
+    check_model_files(source.run, source.folder)
 
 
 def check_model_files(run: SourceRun, checkpoint: Path) -> None:

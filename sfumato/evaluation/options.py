@@ -90,13 +90,8 @@ class GenerationOptions:
 SectionT = TypeVar("SectionT", bound=Section)
 
 
-def build_section(section: type[SectionT], fields: Mapping[str, object], options: Mapping[str, str]) -> SectionT:
-    """A section of a configuration whose fields are options of a command.
-
-    Args:
-        section: its class.
-        fields: its values.
-        options: the option from which a field comes.
+def build_section(section: type[SectionT], fields: Mapping[str, object]) -> SectionT:
+    """A section of a configuration from fields, of which those of ``PROMPT_OPTIONS`` are options of a command.
 
     Raises:
         ConfigError: naming each option whose value is not valid.
@@ -104,15 +99,19 @@ def build_section(section: type[SectionT], fields: Mapping[str, object], options
     try:
         return section.model_validate(fields)
     except ValidationError as error:
-        mistakes = [(options[str(part["loc"][0])], part) for part in error.errors() if str(part["loc"][0]) in options]
-        if not mistakes:
-            raise
         texts = [
-            f"{option} {part['input']!r}: {part['msg'].removeprefix('Value error, ')}; give another value, or leave "
-            "the option out"
-            for option, part in mistakes
+            f"{PROMPT_OPTIONS[field]} {part['input']!r}: {part['msg'].removeprefix('Value error, ')}; give another "
+            "value, or leave the option out"
+            for part in error.errors()
+            if (field := str(part["loc"][0])) in PROMPT_OPTIONS
         ]
+        if not texts:
+            raise
         raise ConfigError("\n".join(texts)) from error
+
+
+def ignore(text: str) -> None:
+    """Takes lines of loaders of data: what the data of a run says was said when the run began."""
 
 
 def follow_run(config: TaskConfig, device: torch.device) -> None:

@@ -11,8 +11,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from sfumato.checkpoint.parts import StoredCheckpoint
-from sfumato.checkpoint.state import load_trained
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import MOST_SOURCE_IMAGES, SOUND, ModelConfig, sound_size
@@ -21,9 +19,9 @@ from sfumato.data.images.prompts import Prompt, load_prompts
 from sfumato.data.images.source_images import check_source_images, group_by_sources, read_source_images
 from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
-from sfumato.evaluation.model_files import check_model_files, check_model_is_here
-from sfumato.evaluation.options import OF_FOLDERS, PROMPT_OPTIONS, GenerationOptions, build_section, follow_run
-from sfumato.evaluation.sources import ModelSource, one_process
+from sfumato.evaluation.model_files import check_model_is_here, load_checkpoint
+from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore
+from sfumato.evaluation.sources import ModelSource, first_run, one_process, run_with_prompts
 from sfumato.models.diffusion.adapter_files import load_from_diffusers
 from sfumato.models.diffusion.base import DiffusionModel, set_output
 from sfumato.models.diffusion.load import build_diffusion_model, family_of
@@ -204,7 +202,7 @@ def picture_models(
 
 def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions) -> PictureSettings | None:
     """The settings of the first run among the sources, with what the options replace; None where there is no run."""
-    run = next((source.run for source in sources if source.run is not None), None)
+    run = first_run(sources)
     if run is None:
         return None
     config = run.config
@@ -302,23 +300,16 @@ def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[P
         ConfigError: when no run is among them.
         DataError: when the run's data is missing or broken.
     """
-    run = next((source.run for source in sources if source.run is not None), None)
-    if run is None:
-        raise ConfigError("a folder of weights has no prompts of its own: give --prompt TEXT or --prompts FILE")
+    run = run_with_prompts(sources)
     config = run.config
     if isinstance(config, DiffusionRLConfig):
         count = config.eval.num_prompts if limit is None else min(limit, config.eval.num_prompts)
         return load_prompts(config.data, "eval", count)
-
-    def ignore(text: str) -> None:
-        """What the data set says was said when the run began."""
-
     if run.task == "train_dit_dpo":
         dataset = open_image_pairs(config.data, config.train.seed, ignore)
     else:
         dataset = open_captioned(config.data, config.train.seed, ignore)
-    takes_image = _takes_image(config.model)
-    texts, images = choose_grid(config.sample, dataset, takes_image)
+    texts, images = choose_grid(config.sample, dataset, family_of(config.model).takes_image)
     prompts = [
         Prompt(text, {}, f"{run.folder}: prompt {index}", cast(Any, None if image is None else ReadImage(image)))
         for index, (text, image) in enumerate(zip(texts, images or [None] * len(texts), strict=True))
@@ -355,14 +346,7 @@ def filed_prompts(path: str, key: str | None, limit: int | None) -> list[Prompt]
     fields: dict[str, object] = {"train_path": path, "eval_path": path, "max_source_images": MOST_SOURCE_IMAGES}
     if key is not None:
         fields["prompt_key"] = key
-    config = build_section(PromptDataConfig, fields, PROMPT_OPTIONS)
-    prompts = load_prompts(config, "eval")
-    return prompts[:limit]
-
-
-def _takes_image(config: ModelConfig) -> bool:
-    """Whether models of this family start from an image."""
-    return family_of(config).takes_image
+    return load_prompts(build_section(PromptDataConfig, fields), "eval")[:limit]
 
 
 def _architecture(source: ModelSource, options: GenerationOptions) -> Path:
@@ -417,9 +401,7 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
 def take_weights(model: DiffusionModel, source: ModelSource, device: torch.device) -> None:
     """Gives a model the weights of a source; those of the run's start, and of a pipeline, it has already."""
     if source.kind == "checkpoint":
-        assert source.run is not None
-        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
-        check_model_files(source.run, source.folder)
+        load_checkpoint(model.trained, source, device)
     if source.kind == "diffusers_adapter":
         load_from_diffusers(model.pipeline, source.folder)
     model.denoiser.eval()

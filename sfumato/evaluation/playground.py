@@ -74,12 +74,14 @@ class Playground:
             options.refuse(OF_TEXTS, "on models that draw pictures")
         else:
             options.refuse((*OF_PICTURES, "max_sequence_length"), "on language models")
-        first = source
+        self._first = source
+        """What is loaded: of a checkpoint the model that its run started from, which takes the checkpoint's weights."""
         if self.has_base:
             assert source.run is not None
-            first = ModelSource("run", source.run.folder, "base", source.run)
-        self._answerer = _load(first, options)
-        self._loaded = first.label
+            self._first = ModelSource("run", source.run.folder, "base", source.run)
+        # language models need no diffusers
+        self._answerer: _Answerer = (_Pictures if self.draws_pictures else _Texts)(self._first, options)
+        self._loaded = self._first.label
         self._start = _copy_weights(self._answerer.trained) if self.has_base else {}
         self._verified: set[Path] = set()
 
@@ -111,10 +113,7 @@ class Playground:
 
     def _asked(self, question: Question) -> list[tuple[int | None, ModelSource]]:
         choice = question.choice
-        base: list[tuple[int | None, ModelSource]] = []
-        if self.has_base:
-            assert self.source.run is not None
-            base = [(None, ModelSource("run", self.source.run.folder, "base", self.source.run))]
+        base: list[tuple[int | None, ModelSource]] = [(None, self._first)] if self.has_base else []
         if choice == "base":
             if not base:
                 raise ConfigError(f"{self.source.folder}: the model that it started from is not known")
@@ -152,13 +151,6 @@ class Playground:
                 self._verified.add(source.folder)
             self._answerer.load_weights(source)
         self._loaded = source.label
-
-
-def _load(source: ModelSource, options: GenerationOptions) -> _Answerer:
-    # language models need no diffusers
-    if source.is_diffusion:
-        return _Pictures(source, options)
-    return _Texts(source, options)
 
 
 class _Pictures:

@@ -124,14 +124,9 @@ class SamplesFolder:
             )
         )
 
-    def write_page(self, title: str, notes: Sequence[str]) -> Path:
-        """Writes the page: a row for each prompt and seed, a column for each model.
-
-        Args:
-            title: its heading.
-            notes: lines below it.
-        """
-        return write_sections(self.folder, title, notes, [self.grid()])
+    def write_page(self, notes: Sequence[str]) -> Path:
+        """Writes the page: a row for each prompt and seed, a column for each model, below lines of notes."""
+        return write_sections(self.folder, "Samples", notes, [self.grid()])
 
     def grid(self) -> str:
         """The section of the page with the samples."""

@@ -141,6 +141,19 @@ def find_sources(names: Sequence[str], with_base: bool, say: Callable[[str], Non
     return _with_different_labels(sources)
 
 
+def first_run(sources: Sequence[ModelSource]) -> SourceRun | None:
+    """The first run among the sources; None where all are folders of weights."""
+    return next((source.run for source in sources if source.run is not None), None)
+
+
+def run_with_prompts(sources: Sequence[ModelSource]) -> SourceRun:
+    """The first run among the sources, whose evaluation has prompts. Raises ConfigError where there is none."""
+    run = first_run(sources)
+    if run is None:
+        raise ConfigError("a folder of weights has no prompts of its own: give --prompt TEXT or --prompts FILE")
+    return run
+
+
 def one_process(train: Train) -> Train:
     """The section train of a run for a single process that only computes: no parallelism, nothing saved in memory.
 

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 
-from sfumato.checkpoint.parts import StoredCheckpoint
-from sfumato.checkpoint.state import load_trained
 from sfumato.config.file_checks import read_json_object
 from sfumato.config.paths import find_model_folder
 from sfumato.config.text import LanguageModelConfig
@@ -27,9 +25,9 @@ from sfumato.data.text.prompt_formats.images import ImagePrompts
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
 from sfumato.errors import ConfigError
-from sfumato.evaluation.model_files import check_model_files, check_model_is_here
-from sfumato.evaluation.options import OF_FOLDERS, PROMPT_OPTIONS, GenerationOptions, build_section, follow_run
-from sfumato.evaluation.sources import ModelSource, SourceRun, one_process
+from sfumato.evaluation.model_files import check_model_is_here, load_checkpoint
+from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore
+from sfumato.evaluation.sources import ModelSource, SourceRun, one_process, run_with_prompts
 from sfumato.models.language.hf_config import changing_positions, known_positions
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import LanguageModel
@@ -253,9 +251,7 @@ def find_prompted_run(sources: Sequence[ModelSource]) -> SourceRun:
     Raises:
         ConfigError: when there is none, or it has no evaluation data; this is seen before a model is loaded.
     """
-    run = next((source.run for source in sources if source.run is not None), None)
-    if run is None:
-        raise ConfigError("a folder of weights has no prompts of its own: give --prompt TEXT or --prompts FILE")
+    run = run_with_prompts(sources)
     config = run.config
     if not isinstance(config, TextRLConfig):
         if run.task != "train_text":
@@ -285,10 +281,6 @@ def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | 
     """
     run = find_prompted_run(sources)
     config = run.config
-
-    def ignore(text: str) -> None:
-        """What the data says was said when the run began."""
-
     if isinstance(config, TextRLConfig):
         count = config.eval.num_prompts if limit is None else min(limit, config.eval.num_prompts)
         settings = {"seed": config.train.seed, "tools": model.settings.kind.tools(), "log": ignore}
@@ -345,7 +337,7 @@ def filed_text_prompts(model: TextModel, path: str, key: str | None, limit: int 
             )
         data_type = replace(data_type, prompt_key=key)
     fields = {"data_type": data_type, "train_path": path, "eval_path": path, "max_prompt_tokens": longest or 2**20}
-    config = build_section(TextPromptDataConfig, fields, PROMPT_OPTIONS)
+    config = build_section(TextPromptDataConfig, fields)
     tools = model.settings.kind.tools()
     return load_text_prompts(config, model.template, "eval", tools=tools, log=model.say)[:limit]
 
@@ -469,7 +461,7 @@ def _template(model: LanguageModel, data: TextDataConfig | None, options: Genera
         fields["chat_template_options"] = data.chat_template_options
     if chosen != PLAIN:
         fields["system_prompt"] = options.system_prompt
-    section = build_section(TextPromptDataConfig, fields, PROMPT_OPTIONS)
+    section = build_section(TextPromptDataConfig, fields)
     return build_prompt_template(section, model.tokenizer, None if model.vision is None else model.vision.reader)
 
 
@@ -500,9 +492,7 @@ def take_weights(text_model: TextModel, source: ModelSource, device: torch.devic
     """Gives a model the weights of a source; those of the run's start, and of a folder, it has already."""
     model = text_model.model
     if source.kind == "checkpoint":
-        assert source.run is not None
-        load_trained(model.trained, StoredCheckpoint(source.folder), Mesh(Layout(), device), source.section)
-        check_model_files(source.run, source.folder)
+        load_checkpoint(model.trained, source, device)
         # what the engine has tried of the model holds for all of its weights, and takes longer than an answer
         text_model.flush_engine()
     if source.kind == "peft_adapter":

@@ -193,7 +193,7 @@ def language_targets(module: nn.Module) -> list[str]:
         for start, block in find_blocks(module, language_plan(module)).items()
         if id(block) in decoder_modules
         for name, submodule in block.named_modules()
-        if _is_linear(submodule) and not _is_in_router(name)
+        if _is_linear(submodule) and set(ROUTERS).isdisjoint(name.split("."))
     }
     ambiguous = {_last_part(name) for name, _ in module.named_modules() if name not in short_names}
     targets = dict.fromkeys(
@@ -208,11 +208,6 @@ def _is_linear(module: nn.Module) -> bool:
     """Whether a layer multiplies its whole input by one matrix, as its adapter would. DeepSeek-V4 has layers of torch's
     class that multiply each part of the input by a part of the matrix."""
     return isinstance(module, nn.Linear) and not hasattr(module, "n_groups")
-
-
-def _is_in_router(name: str) -> bool:
-    """Whether a submodule is a router or a part of one, by its name."""
-    return not set(ROUTERS).isdisjoint(name.split("."))
 
 
 def _last_part(name: str) -> str:

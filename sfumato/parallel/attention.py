@@ -24,7 +24,7 @@ from torch.autograd.function import FunctionCtx, once_differentiable
 
 from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
-from sfumato.parallel.kernels import attend, attend_backward
+from sfumato.parallel.kernels import attend, attend_backward, in_autocast_dtype
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.packed_rows import head_tail_chunks, shard_sequence
 
@@ -266,9 +266,7 @@ def sequence_attention(
     """
     groups = schedule.groups
     scale = float(query.shape[-1] ** -0.5 if scale is None else scale)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = in_autocast_dtype(query, key, value)
     check_heads("this attention", query.shape[1], groups.ulysses_size)
     if key_mask is not None:
         low = max(-1e30, torch.finfo(key.dtype).min)  # a weight of exactly 0, a finite log-sum-exp
@@ -305,9 +303,7 @@ def attention_of_rows(
     groups = schedule.groups
     heads = query.shape[1]
     check_heads("this attention", heads, groups.ulysses_size)
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    query, key, value = in_autocast_dtype(query, key, value)
     key, value = (_repeat_heads(tensor, heads, groups.ulysses_size) for tensor in (key, value))
     query, key, value = (
         _Trade.apply(tensor, schedule.key_order, groups.ulysses, False) for tensor in (query, key, value)

@@ -108,7 +108,7 @@ def attend_segments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
     longest: int,
     scale: float,
     causal: bool,
@@ -117,29 +117,38 @@ def attend_segments(
     """Attention within the segments of a row, in one call of torch's CUDA flash kernel: half precision, widths to 256.
 
     Args:
-        query: ``[T, H, D]``.
-        key, value: ``[T, Hk, D]`` and ``[T, Hk, Dv]``; Hk divides H.
-        starts: int32 ``[segments + 1]``: where segments begin, and T.
+        query: ``[T, H, D]``; without ``starts`` ``[B, T, H, D]``.
+        key, value: ``[T, Hk, D]`` and ``[T, Hk, Dv]``, with B as the query; Hk divides H.
+        starts: int32 ``[segments + 1]``: where segments begin, and T; None where each of B rows is a segment.
         longest: tokens of the longest.
         scale: of the scores.
         causal: a token sees its segment up to itself.
         window: of so many tokens, itself included, it sees the last; None is all.
 
     Returns:
-        ``[T, H, Dv]``.
+        ``[T, H, Dv]``, with B as the query.
     """
     width = max(query.shape[-1], value.shape[-1])
-    width += -width % 8
-    # padding by nothing would copy
-    inputs = [
-        tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1]))
-        for tensor in (query, key, value)
-    ]
+    inputs = [pad_width(tensor, width + -width % 8) for tensor in (query, key, value)]
     edges = {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
     out = torch.ops.aten._flash_attention_forward(
         *inputs, starts, starts, longest, longest, 0.0, causal, False, scale=scale, **edges
     )
     return out[0][..., : value.shape[-1]]
+
+
+def pad_width(tensor: Tensor, width: int) -> Tensor:
+    """Fills the last dimension with zeros up to a width. A tensor of that width is returned as it is: padding it by
+    nothing would copy."""
+    return tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1]))
+
+
+def in_autocast_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Query, key and value in the dtype of autocast, as torch's own attention takes them, where autocast is on."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors)
 
 
 def choose_kernel(query: Tensor, value: Tensor) -> str:

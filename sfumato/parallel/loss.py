@@ -13,7 +13,7 @@ but without temperature, entropy, losses of single tokens, or a vocabulary that 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -56,21 +56,6 @@ def cross_entropy_sum(
     return functional.cross_entropy(
         logits.reshape(-1, logits.shape[-1]).float(), labels.reshape(-1), ignore_index=IGNORED, reduction="sum"
     )
-
-
-def linear_cross_entropy_sum(
-    hidden: Float[Tensor, "*tokens width"],
-    weight: Float[Tensor, "vocabulary width"],
-    labels: Int64[Tensor, "*tokens"],
-    bias: Float[Tensor, "vocabulary"] | None = None,
-    chunk_tokens: int = CHUNK_TOKENS,
-    group: dist.ProcessGroup | None = None,
-) -> Float32[Tensor, ""]:
-    """``cross_entropy_sum(hidden @ weight.T + bias, labels)`` with the logits of one chunk at a time.
-
-    Arguments as in ``token_log_probs``.
-    """
-    return linear_cross_entropy(hidden, weight, labels, bias, chunk_tokens, group)[0]
 
 
 def linear_cross_entropy(
@@ -224,6 +209,32 @@ def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return tensor.redistribute(placements=placements).to_local(grad_placements=gradients)
 
 
+class _Gradients:
+    """Gradients of hidden states, weight and bias, added up chunk by chunk."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+        """``wanted`` says of each of the three whether its gradient is needed."""
+        self.of_hidden = torch.empty_like(hidden) if wanted[0] else None
+        # Sums over chunks are kept in float32.
+        self.of_weight = torch.zeros_like(weight, dtype=torch.float32) if wanted[1] else None
+        self.of_bias = torch.zeros_like(cast("Tensor", bias), dtype=torch.float32) if wanted[2] else None
+
+    def add(self, chunk: slice, grad: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Adds those of a chunk, given the gradient of its products ``hidden[chunk] @ weight.T + bias``."""
+        if self.of_hidden is not None:
+            self.of_hidden[chunk] = grad @ weight
+        if self.of_weight is not None:
+            self.of_weight += grad.T @ hidden[chunk]
+        if self.of_bias is not None:
+            self.of_bias += grad.sum(0, dtype=torch.float32)
+
+    def join(self, group: dist.ProcessGroup | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The three gradients, None where not needed; that of the hidden states summed over the vocabulary's ranks."""
+        if self.of_hidden is not None and group is not None:
+            dist.all_reduce(self.of_hidden, group=group)
+        return self.of_hidden, self.of_weight, self.of_bias
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     """The sum of losses and its gradients, chunk by chunk, while the chunk's logits are in memory."""
 
@@ -239,11 +250,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         tail: Tail | None,
         with_grad: bool,
     ) -> tuple[Tensor, Tensor]:
-        wants_hidden, wants_weight, wants_bias = (with_grad and wants for wants in ctx.needs_input_grad[:3])
-        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept in float32.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        grad_bias = torch.zeros_like(cast("Tensor", bias), dtype=torch.float32) if wants_bias else None
+        wanted = [with_grad and is_needed for is_needed in ctx.needs_input_grad[:3]]
+        gradients = _Gradients(hidden, weight, bias, wanted)
         counts = labels != IGNORED
         rows = _rows_of_labels(labels, weight.shape[0], group)
         losses = hidden.new_empty(labels.shape, dtype=torch.float32)
@@ -252,7 +260,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             with torch.set_grad_enabled(tail is not None and with_grad):
                 logits = products if tail is None else tail(products.requires_grad_(with_grad))
             log_p, losses[chunk] = _log_softmax(logits.detach(), rows[chunk], counts[chunk], group)
-            if not (wants_hidden or wants_weight or wants_bias):
+            if not any(wanted):
                 continue
             # The gradient of a token's loss by its logits is softmax - one-hot(label).
             grad = log_p.exp_().mul_(counts[chunk, None])
@@ -262,15 +270,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if tail is not None:
                 (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
             del products, logits, log_p  # frees them before the products below need memory
-            if grad_hidden is not None:
-                grad_hidden[chunk] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.T @ hidden[chunk]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
-        if grad_hidden is not None and group is not None:
-            dist.all_reduce(grad_hidden, group=group)
-        ctx.gradients = grad_hidden, grad_weight, grad_bias
+            gradients.add(chunk, grad, hidden, weight)
+        ctx.gradients = gradients.join(group)
         ctx.dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.mark_non_differentiable(losses)
         return losses.sum(), losses
@@ -359,11 +360,7 @@ class _LinearLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad_log_probs: Tensor, grad_entropy: Tensor) -> tuple[object, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, bias, rows, counts, lse, entropy = ctx.saved_tensors
         temperature, chunk_tokens, group, tail, with_entropy = ctx.settings
-        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.zeros_like(hidden) if wants_hidden else None
-        # Sums over chunks are kept in float32.
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_weight else None
-        grad_bias = torch.zeros_like(cast("Tensor", bias), dtype=torch.float32) if wants_bias else None
+        gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
         for chunk in _chunks(len(rows), chunk_tokens):
             upstream = torch.where(counts[chunk], grad_log_probs[chunk], 0.0)
             products = functional.linear(hidden[chunk], weight, bias)
@@ -385,14 +382,8 @@ class _LinearLogProbs(torch.autograd.Function):
             grad = grad.div_(temperature).to(hidden.dtype)
             if tail is not None:
                 (grad,) = torch.autograd.grad(logits, products, grad.to(logits.dtype))
-            if grad_hidden is not None:
-                grad_hidden[chunk] = grad @ weight
-            if grad_weight is not None:
-                grad_weight += grad.T @ hidden[chunk]
-            if grad_bias is not None:
-                grad_bias += grad.sum(0, dtype=torch.float32)
-        if grad_hidden is not None and group is not None:
-            dist.all_reduce(grad_hidden, group=group)
+            gradients.add(chunk, grad, hidden, weight)
+        grad_hidden, grad_weight, grad_bias = gradients.join(group)
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, grad_weight, grad_bias, *[None] * 6

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,12 +12,28 @@ from torch import Tensor
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh, range_of_rank
 
+if TYPE_CHECKING:
+    from sfumato.config.sections import TrainConfig
+
 Batch = Mapping[str, Tensor]
 
 PADDING = {"labels": -100, "decision_index": -1, "targets": math.nan}
 """Values of padding by field; 0 in the others. Positions of padding start at 0: it is a document of its own."""
 
+COMPILED_MULTIPLE = 256
+"""Row lengths are multiples of this where blocks are compiled."""
+
 SIZES = "train.context_parallel_size and train.ulysses_parallel_size"
+
+
+def row_multiple(config: TrainConfig, mesh: Mesh) -> int:
+    """The number of which row lengths are multiples; 1 under sequence and pipeline parallelism, whose parts are not
+    padded."""
+    if mesh.layout.cp > 1 or mesh.layout.pp > 1:
+        return 1
+    return getattr(config, "pad_to_multiple_of", None) or (
+        COMPILED_MULTIPLE if config.compiles(mesh.device.type) else 1
+    )
 
 
 def pad_together(micro_batches: Sequence[Batch], multiple: int) -> list[dict[str, Tensor]]:

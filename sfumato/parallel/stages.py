@@ -140,7 +140,8 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
     before = []
     if config is not module.config:
         decoder = model.get_decoder()
-        head = [_find_name(module, cast("nn.Module", model.get_output_embeddings()))]
+        output = model.get_output_embeddings()
+        head = [next(name for name, submodule in module.named_modules() if submodule is output)]
         before = _find_parts_around(module, decoder)
         plan = plan or (DECODER if all(hasattr(decoder, part) for part in DECODER) else None)
     elif plan and head:
@@ -157,11 +158,6 @@ def parts_of(module: nn.Module) -> tuple[list[Part], list[Part], list[Part]]:
         raise ConfigError(f"{name} has {len(places)} lists of layers, not one: set train.pipeline_parallel_size to 1")
     after = parts[places[0] + 1 :] + [module.get_submodule(path) for path in head]
     return [*before, *parts[: places[0]]], [*cast("nn.ModuleList", parts[places[0]])], after
-
-
-def _find_name(module: nn.Module, part: nn.Module) -> str:
-    """The name of a submodule."""
-    return next(name for name, submodule in module.named_modules() if submodule is part)
 
 
 def _find_parts_around(module: nn.Module, decoder: nn.Module) -> list[Part]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,6 +15,7 @@ from sfumato.rewards.http.caller import HttpCaller, HttpError
 from sfumato.serving.outgoing import parse_base_url
 
 ItemT = TypeVar("ItemT")
+PieceT = TypeVar("PieceT", bound=Sized)
 AnswerT = TypeVar("AnswerT")
 
 START_WAIT_S = 60.0
@@ -97,6 +98,23 @@ class HttpReward(Reward):
         failures = self.caller().take_failures()
         kinds = ", ".join(f"{kind} ({count})" for kind, count in sorted(failures.items()))
         return [f"attempts that {' or '.join(self.base_urls)} did not answer: {kinds}"] if failures else []
+
+    def score_in_pieces(
+        self,
+        pieces: Sequence[PieceT],
+        ask: Callable[[PieceT], Sequence[float | Failure]],
+        requests_per_server: int,
+    ) -> list[float | Failure]:
+        """The values of samples that are sent in pieces, so many requests to each server at a time.
+
+        Where a piece has no answer, each of its samples has the Failure.
+        """
+        answers = self.ask_each(pieces, ask, requests_per_server * len(self.base_urls))
+        return [
+            value
+            for piece, answer in zip(pieces, answers, strict=True)
+            for value in ([answer] * len(piece) if isinstance(answer, Failure) else answer)
+        ]
 
     def ask_each(
         self, items: Sequence[ItemT], ask: Callable[[ItemT], AnswerT], concurrency: int

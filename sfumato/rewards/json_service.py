@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from sfumato.errors import ConfigError
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.http.wire import encode_metadata, encode_png
@@ -60,12 +58,7 @@ class JsonServiceReward(HttpReward):
 
         size = len(samples) if self.groupwise else self.batch_size
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
-        answers = self.ask_each(batches, ask, REQUESTS_PER_SERVER * len(self.base_urls))
-        return [
-            value
-            for batch, answer in zip(batches, answers, strict=True)
-            for value in ([answer] * len(batch) if isinstance(answer, Failure) else answer)
-        ]
+        return self.score_in_pieces(batches, ask, REQUESTS_PER_SERVER)
 
 
 def encode_sample(sample: Sample) -> dict[str, object]:
@@ -75,15 +68,10 @@ def encode_sample(sample: Sample) -> dict[str, object]:
         encoded["text"] = sample.text
     for name, pixels in (("image", sample.image), ("source", sample.source)):
         if pixels is not None:
-            encoded[name] = _as_base64(pixels)
+            encoded[name] = base64.b64encode(encode_png(pixels)).decode("ascii")
     if sample.messages is not None:
         encoded["messages"] = sample.messages
     return encoded
-
-
-def _as_base64(pixels: np.ndarray) -> str:
-    """The PNG of pixels, uint8 [H, W, 3]."""
-    return base64.b64encode(encode_png(pixels)).decode("ascii")
 
 
 def decode_scores(data: bytes, num_samples: int) -> list[float | Failure]:

@@ -141,29 +141,23 @@ class ClipScore(_ClipReward):
     """Cosine of image and prompt times CLIP's own scale, divided by 30 as in Flow-GRPO."""
 
     type: ClassVar[str] = "clip_score"
+    divisor: ClassVar[int] = 30
 
     def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
-        """``exp(logit_scale) · cos / 30`` for each sample, [B]."""
-        return network.scale * super().score_batch(network, samples) / 30
+        """``exp(logit_scale) · cos / divisor`` for each sample, [B]."""
+        return network.scale * super().score_batch(network, samples) / self.divisor
 
     def score_with(self, network: Embedder, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         """The same of pixels."""
-        return network.scale * super().score_with(network, pixels, prompts) / 30
+        return network.scale * super().score_with(network, pixels, prompts) / self.divisor
 
 
 @dataclass(frozen=True, kw_only=True)
-class PickScore(_ClipReward):
+class PickScore(ClipScore):
     """Preference of people for an image given its prompt, by PickScore, divided by 26 as in Flow-GRPO."""
 
     type: ClassVar[str] = "pickscore"
-
-    def score_batch(self, network: Embedder, samples: list[Sample]) -> torch.Tensor:
-        """``exp(logit_scale) · cos / 26`` for each sample, [B]."""
-        return network.scale * super().score_batch(network, samples) / 26
-
-    def score_with(self, network: Embedder, pixels: torch.Tensor, prompts: list[str]) -> torch.Tensor:
-        """The same of pixels."""
-        return network.scale * super().score_with(network, pixels, prompts) / 26
+    divisor: ClassVar[int] = 26
 
 
 @dataclass(frozen=True, kw_only=True)

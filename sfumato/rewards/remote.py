@@ -81,12 +81,7 @@ class RemoteReward(HttpReward):
             return self.caller().post("/score", body, wire.MEDIA_TYPE, parse, deadline)
 
         pieces = [range(len(samples))] if self.groupwise else self._split_rows(samples, sizes, served)
-        answers = self.ask_each(pieces, ask, REQUESTS_PER_SERVER * len(self.base_urls))
-        return [
-            value
-            for piece, answer in zip(pieces, answers, strict=True)
-            for value in ([answer] * len(piece) if isinstance(answer, Failure) else answer)
-        ]
+        return self.score_in_pieces(pieces, ask, REQUESTS_PER_SERVER)
 
     def _split_rows(self, samples: list[Sample], sizes: list[int], served: wire.ServerDescription) -> list[range]:
         """Ranges of samples, one for each request.

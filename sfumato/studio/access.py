@@ -69,16 +69,14 @@ class TokenGuard:
             await self.app(scope, receive, send_with_headers)
             return
         query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), max_num_fields=64))
-        if scope["path"] == "/" and scope["method"] == "GET" and self._is_token(query.get("token", "")):
+        token = query.get("token", "").encode(errors="replace")
+        if scope["path"] == "/" and scope["method"] == "GET" and hmac.compare_digest(token, self._token):
             answer = RedirectResponse("/", 303)
             answer.set_cookie(self._cookie_name, self._cookie, max_age=COOKIE_S, httponly=True, samesite="strict")
         else:
             text = "Open the address that `sfumato studio` printed when it started: it ends with the token.\n"
             answer = PlainTextResponse(text, 401)
         await answer(scope, receive, send_with_headers)
-
-    def _is_token(self, text: str) -> bool:
-        return hmac.compare_digest(text.encode(errors="replace"), self._token)
 
     def _has_cookie(self, scope: Scope) -> bool:
         for name, value in scope["headers"]:

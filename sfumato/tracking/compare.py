@@ -383,7 +383,7 @@ def paired_rewards(
     for name in names:
         pairs = [(row, reward_of(row, name), reward_of(other, name)) for row, other in partners]
         scored = [
-            (_cluster(row), value, other_value)
+            ((row.get("prompt"), row.get("source")), value, other_value)
             for row, value, other_value in pairs
             if value is not None and other_value is not None
         ]
@@ -417,10 +417,6 @@ def pair_samples(before: Sequence[SampleRow], after: Sequence[SampleRow]) -> lis
 def _sample_key(row: SampleRow) -> tuple[object, ...]:
     # the number is part of what keys a sample's noise; equal prompts with other pictures are other prompts
     return row.get("prompt"), row.get("source"), row.get("seed"), row.get("sample_id")
-
-
-def _cluster(row: SampleRow) -> tuple[object, ...]:
-    return row.get("prompt"), row.get("source")
 
 
 def rewards_of(row: Mapping[str, object]) -> Mapping[str, object]:

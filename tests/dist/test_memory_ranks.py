@@ -16,7 +16,7 @@ from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel import memory
 from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.gradients import reduce_and_clip
-from sfumato.parallel.loss import linear_cross_entropy_sum, token_log_probs_and_entropy
+from sfumato.parallel.loss import linear_cross_entropy, token_log_probs_and_entropy
 from sfumato.parallel.memory import ActivationOffload
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.shards import trainable_parameters, whole
@@ -127,7 +127,7 @@ def label_outside() -> float:
     hidden, weight, _, labels = tensors()
     labels[1] = 99
     rows = weight.detach().chunk(dist.get_world_size())[dist.get_rank()]
-    return float(linear_cross_entropy_sum(hidden, rows, labels, group=dist.group.WORLD).detach())
+    return float(linear_cross_entropy(hidden, rows, labels, group=dist.group.WORLD)[0].detach())
 
 
 def test_a_label_outside_the_vocabulary_is_not_finite(ranks):
@@ -162,7 +162,7 @@ def sharded_head(tp: int, fsdp: int) -> tuple[float, dict[str, torch.Tensor]]:
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
     mine = slice(mesh["fsdp"].get_local_rank(), None, fsdp)  # different tokens on each fsdp rank
-    loss = linear_cross_entropy_sum(module(hidden[mine]), module.lm_head.weight, labels[mine], None, 4, group=group)
+    loss = linear_cross_entropy(module(hidden[mine]), module.lm_head.weight, labels[mine], None, 4, group=group)[0]
     loss.backward()
     assert isinstance(module.lm_head.weight, DTensor)
     total = loss.detach().clone()

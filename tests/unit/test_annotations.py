@@ -240,7 +240,6 @@ CALLS = {
         of_kind(f"forward_process.group_losses:{name}"), noised()) for name in ("CRD", "DPO")},
     "parallel.loss:cross_entropy_sum": lambda: (normal(2, 5, 11), torch.arange(10).view(2, 5)),
     "parallel.loss:linear_cross_entropy": lambda: (*TOKENS[:3], TOKENS[4]),
-    "parallel.loss:linear_cross_entropy_sum": lambda: (*TOKENS[:3], TOKENS[4]),
     "parallel.loss:token_log_probs": lambda: TOKENS,
     "parallel.loss:token_log_probs_and_entropy": lambda: TOKENS,
     "models.language.scores:TokenScores.cross_entropy": lambda: (scores(), TOKENS[2]),

@@ -13,12 +13,12 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.models.language import probe
 from sfumato.models.language.model import LanguageModel
-from sfumato.models.language.packed_model import COMPILED_MULTIPLE, row_multiple
 from sfumato.models.language.probe_documents import make_documents
 from sfumato.parallel import memory
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.parallel.packed_rows import COMPILED_MULTIPLE, row_multiple
 from tests.token_batches import batch, samples
 from tests.unit.test_language import build, describe, gradients, relative, sum_of_losses
 

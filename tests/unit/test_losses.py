@@ -8,7 +8,6 @@ from sfumato.models.language.scores import TokenScores
 from sfumato.parallel.loss import (
     cross_entropy_sum,
     linear_cross_entropy,
-    linear_cross_entropy_sum,
     token_log_probs,
     token_log_probs_and_entropy,
 )
@@ -36,6 +35,10 @@ def plain(hidden, weight, bias, labels, temperature=1.0):
     return torch.where(counts, chosen, 0), torch.where(counts, -(log_p.exp() * log_p).sum(-1), 0)
 
 
+def chunked_sum(*tensors, **settings):
+    return linear_cross_entropy(*tensors, **settings)[0]
+
+
 def gradients(loss, *leaves):
     return torch.autograd.grad(loss, leaves)
 
@@ -47,7 +50,7 @@ def test_the_sum_and_its_gradients_are_those_of_cross_entropy(chunk, with_bias):
     bias = bias if with_bias else None
     leaves = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     truth = functional.cross_entropy(functional.linear(hidden, weight, bias), labels, reduction="sum")
-    loss = linear_cross_entropy_sum(hidden, weight, labels, bias, chunk_tokens=chunk)
+    loss = chunked_sum(hidden, weight, labels, bias, chunk_tokens=chunk)
     assert loss.dtype == torch.float32 and float(loss.detach()) == pytest.approx(float(truth.detach()), rel=1e-6)
     for ours, theirs in zip(gradients(loss / 7, *leaves), gradients(truth / 7, *leaves), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
@@ -99,7 +102,7 @@ def test_a_token_that_is_ruled_out_has_no_part_in_the_entropy(least):
 def test_bf16_has_the_softmax_in_float32():
     hidden, weight, _, labels = make(tokens=64, dtype=torch.bfloat16)
     truth = cross_entropy_sum(functional.linear(hidden, weight), labels)
-    loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=16)
+    loss = chunked_sum(hidden, weight, labels, chunk_tokens=16)
     assert float(loss.detach()) == pytest.approx(float(truth.detach()), rel=1e-6)
     for ours, theirs in zip(gradients(loss, hidden, weight), gradients(truth, hidden, weight), strict=True):
         assert ours.dtype == torch.bfloat16
@@ -110,7 +113,7 @@ def test_autocast_decides_the_dtype_of_products():
     hidden, weight, bias, labels = make()
     with torch.autocast("cpu", torch.bfloat16):
         truth = cross_entropy_sum(functional.linear(hidden, weight, bias), labels)
-        loss = linear_cross_entropy_sum(hidden, weight, labels, bias)
+        loss = chunked_sum(hidden, weight, labels, bias)
     assert float(loss.detach()) == pytest.approx(float(truth.detach()), rel=1e-6)
     actual = gradients(loss, hidden, weight, bias)
     assert {tensor.dtype for tensor in actual} == {torch.float32}
@@ -121,7 +124,7 @@ def test_no_label_that_counts_gives_zero_and_zero_gradients():
     hidden, weight, _, labels = make()
     for tokens in (len(labels), 0):
         part = hidden[:tokens]
-        loss = linear_cross_entropy_sum(part, weight, torch.full((tokens,), -100))
+        loss = chunked_sum(part, weight, torch.full((tokens,), -100))
         assert float(loss.detach()) == 0
         assert not any(gradient.any() for gradient in gradients(loss, hidden, weight))
     logits = functional.linear(hidden, weight)
@@ -130,12 +133,12 @@ def test_no_label_that_counts_gives_zero_and_zero_gradients():
 
 def test_a_frozen_weight_gets_no_gradient():
     hidden, weight, bias, labels = make()
-    expected = gradients(linear_cross_entropy_sum(hidden, weight, labels, bias), hidden)[0]
+    expected = gradients(chunked_sum(hidden, weight, labels, bias), hidden)[0]
     frozen = weight.detach()
-    linear_cross_entropy_sum(hidden, frozen, labels, bias.detach()).backward()
+    chunked_sum(hidden, frozen, labels, bias.detach()).backward()
     assert frozen.grad is None and torch.equal(hidden.grad, expected)
     hidden, weight, _, labels = make()
-    linear_cross_entropy_sum(hidden.detach(), weight, labels).backward()
+    chunked_sum(hidden.detach(), weight, labels).backward()
     assert hidden.grad is None and weight.grad.any()
 
 
@@ -149,7 +152,7 @@ def by_log_probs(*tensors, **size):
     return -token_log_probs(*tensors, **size).sum()
 
 
-@pytest.mark.parametrize("loss_of", [linear_cross_entropy_sum, by_log_probs])
+@pytest.mark.parametrize("loss_of", [chunked_sum, by_log_probs])
 def test_what_waits_for_the_backward_pass_does_not_grow_with_the_vocabulary(loss_of):
     """Bytes that autograd saves, and the largest tensor that is made on the way."""
 

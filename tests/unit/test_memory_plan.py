@@ -36,7 +36,7 @@ from sfumato.models.language.scores import TokenScores
 from sfumato.models.lora import add_lora, language_targets
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy_sum
+from sfumato.parallel.loss import cross_entropy_sum, linear_cross_entropy
 from sfumato.parallel.memory import apply_memory_savings
 from sfumato.parallel.plan import find_blocks, language_plan
 from sfumato.parallel.precision import compute_in
@@ -97,7 +97,7 @@ def really_saved(module: nn.Module, bf16: bool, chunked: bool = False) -> int:
         torch.autocast("cpu", torch.bfloat16, enabled=bf16),
     ):
         output = module(input_ids=ids, position_ids=torch.arange(LENGTH)[None], use_cache=False).logits
-        loss = linear_cross_entropy_sum(output, head.weight, ids) if chunked else cross_entropy_sum(output, ids)
+        loss = linear_cross_entropy(output, head.weight, ids)[0] if chunked else cross_entropy_sum(output, ids)
     loss.backward()
     return saved.total
 

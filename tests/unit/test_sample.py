@@ -214,7 +214,7 @@ def test_videos_are_played_by_browsers_and_other_programs(tmp_path):
     folder = SamplesFolder(tmp_path)
     shown = Sample(image=video, prompt="<b>red</b>", group_id=0, source=np.full((48, 64, 3), 90, np.uint8))
     folder.add(NamedSample("base", 0, 1, shown))
-    folder.write_page("Samples", [])
+    folder.write_page([])
     (row,) = rows_of(tmp_path)
     capture = cv2.VideoCapture(str(tmp_path / row["file"]))
     frames = [capture.read() for _ in range(10)]

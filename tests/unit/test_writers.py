@@ -59,7 +59,6 @@ EXCEPTIONS = {
     "models/older_readers.py": IN_A_NEW_FOLDER,
     "models/language/streamed_export.py": IN_A_NEW_FOLDER,
     "models/omni/": IN_A_NEW_FOLDER,
-    "models/language/scalar_head.py": IN_A_NEW_FOLDER,
     "models/smollm2.py": IN_A_NEW_FOLDER,
     "rewards/code.py": "opens /dev/null",
     "rewards/coding/": "within the sandbox, whose file systems nobody else sees",

@@ -160,7 +160,7 @@ def _list_files(
     else:
         file = load_config(SourcesFile, path)
         places = [*_iterate_places(path, file.sources)]
-    column = _text_column(config)
+    column = config.text_keys[0] if config.text_keys else "text"  # the only one of a .txt file
     files = [find_row_files(place, column, entry, held_out) for place, entry in places]
     refuse_twice([file.path for source in files for file in source], path)
     return file, files
@@ -171,11 +171,6 @@ def _open_listed(file: SourcesFile, files: list[list[RowFile]], is_streamed: boo
     mixture = (weights, file.level, file.stopping_strategy)
     rows: list[RowTable] = [] if is_streamed else [join_rows([file.open() for file in source]) for source in files]
     return Sources(file.names or file.sources, rows, *mixture, files if is_streamed else None)
-
-
-def _text_column(config: TextDataConfig) -> str:
-    """Name of the only column of a .txt file."""
-    return config.text_keys[0] if config.text_keys else "text"
 
 
 def _iterate_places(path: str, sources: list[str]) -> Iterator[tuple[str, str]]:

@@ -54,19 +54,19 @@ def open_cache_lock(path: Path) -> IO[bytes]:
         raise DataError(f"data.cache_dir: {path}: {reason}, and not all is cached") from error
 
 
-def read_manifest(folder: Path, kind: str) -> JsonObject:
-    """The content of a folder's manifest. Raises DataError, which calls the folder a damaged ``kind``."""
+def read_manifest(folder: Path) -> JsonObject:
+    """The content of a token store's manifest. Raises DataError when it is damaged."""
     path = folder / MANIFEST
     try:
         return read_json_object(path)
     except (OSError, ValueError) as error:
-        raise DataError(f"damaged {kind}: {path}: {error}; delete its folder") from error
+        raise DataError(f"damaged token store: {path}: {error}; delete its folder") from error
 
 
-def check_file(path: Path, num_bytes: int, kind: str) -> None:
-    """Raises DataError, which names a damaged ``kind`` of folder, when a file is missing or of another size."""
+def check_file(path: Path, num_bytes: int) -> None:
+    """Raises DataError when a file of a token store is missing or of another size."""
     if not path.is_file() or path.stat().st_size != num_bytes:
-        raise DataError(f"damaged {kind}: {path} is missing or has not {num_bytes} bytes; delete its folder")
+        raise DataError(f"damaged token store: {path} is missing or has not {num_bytes} bytes; delete its folder")
 
 
 def digest_of(value: object) -> str:

@@ -21,14 +21,7 @@ from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VERSION, VIDEO_ENDINGS, File
-from sfumato.data.media.pictures import (
-    ANIMATION_ENDINGS,
-    Picture,
-    check_fit,
-    fitted,
-    framing_of,
-    read_image,
-)
+from sfumato.data.media.pictures import ANIMATION_ENDINGS, Picture, check_fit, fitted, framing_of, read_image
 from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs
 from sfumato.errors import DataError
 
@@ -187,14 +180,9 @@ class ImageTextDataset:
         Raises:
             DataError: when a file is missing.
         """
-        row = self.rows[index]
-        where = self.describe(index)
-        folder = self.rows.folder(index)
-        key = self._image_key(row)
-        find = find_file if self.config.num_frames == 1 else find_frames
-        files = list_frames(find(row, key, folder, where))
+        files = list_frames(self._find(index))
         if self.config.mask_key is not None:
-            files.append(find_file(row, self.config.mask_key, folder, where, "mask"))
+            files.append(self._find_mask(index, self.config.mask_key))
         return files + self.source_files(index) if with_source and self.count_sources(index) else files
 
     def source_files(self, index: int) -> list[File]:
@@ -238,13 +226,10 @@ class ImageTextDataset:
         Raises:
             DataError: when a file is missing or broken; it names row and file.
         """
-        row = self.rows[index]
         where = self.describe(index)
-        folder = self.rows.folder(index)
-        key = self._image_key(row)
-        num_frames = self.config.num_frames
-        if num_frames == 1:
-            image = read_image(find_file(row, key, folder, where), where)
+        file = self._find(index)
+        if self.config.num_frames == 1:
+            image = read_image(cast("File", file), where)
             sizes = self.config.sizes
             size = size or sizes[nearest_size(image.height, image.width, sizes)]
             check_fit((image.height, image.width), *size, self.config.crop, where)
@@ -252,12 +237,18 @@ class ImageTextDataset:
             return Picture(pixels, self._framing(image, size), self._loss_weights(index, image, size))
         from sfumato.data.media.videos import read_frames
 
-        frames = read_frames(find_frames(row, key, folder, where), num_frames, where)
-        size = self.size[:2]
-        check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
-        video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
-        weights = self._loss_weights(index, frames[0], size)
-        return Picture(video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size), weights)
+        frames = read_frames(file, self.config.num_frames, where)
+        video, framing = self._fit_video(frames, where)
+        return Picture(video, framing, self._loss_weights(index, frames[0], self.size[:2]))
+
+    def _find(self, index: int) -> File | list[File]:
+        """The file of a row's image, or of its video or the images of that. Raises DataError when there is none."""
+        find = find_file if self.config.num_frames == 1 else find_frames
+        row = self.rows[index]
+        return find(row, self._image_key(row), self.rows.folder(index), self.describe(index))
+
+    def _find_mask(self, index: int, key: str) -> File:
+        return find_file(self.rows[index], key, self.rows.folder(index), self.describe(index), "mask")
 
     def _loss_weights(self, index: int, image: Image.Image, size: tuple[int, int]) -> torch.Tensor | None:
         """``Picture.loss_weights`` of a row by its mask, which is brought to a size as its image or first frame is.
@@ -271,7 +262,7 @@ class ImageTextDataset:
         from sfumato.data.images.masks import read_mask
 
         where = self.describe(index)
-        mask = read_mask(find_file(self.rows[index], key, self.rows.folder(index), where, "mask"), where)
+        mask = read_mask(self._find_mask(index, key), where)
         if mask.size != image.size:
             raise DataError(
                 f"{where}: its mask has {mask.height} x {mask.width} pixels (height x width), and its image "
@@ -369,6 +360,13 @@ class ImageTextDataset:
 
     def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
         return fitted(image, *size, self.config.crop)
+
+    def _fit_video(self, frames: list[Image.Image], where: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """``Picture.pixels`` and ``framing`` of the frames of a video. Raises DataError as ``check_fit``."""
+        size = self.size[:2]
+        check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
+        video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
+        return video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size)
 
     def _framing(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
         return torch.tensor(framing_of((image.height, image.width), *size, self.config.crop), dtype=torch.int32)

@@ -104,11 +104,7 @@ def images_of(files: Sequence[Medium], shapes: np.ndarray, where: str) -> MediaR
         shapes: that ``MediaProcessor.place`` gave.
         where: file and row, for messages.
     """
-    return MediaRefs(shapes, partial(_take_first, list(files), len(files)), where) if len(files) else None
-
-
-def _take_first(files: list[Medium], count: int) -> Sequence[Medium]:
-    return files[:count]
+    return MediaRefs(shapes, partial(list, files), where) if len(files) else None
 
 
 def join_media(media: Sequence[Tensors]) -> Tensors:

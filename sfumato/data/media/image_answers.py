@@ -21,10 +21,9 @@ from sfumato.data.media.image_conversation import ImageConversation, ImageConver
 from sfumato.data.media.kinds import DrawnFile, File, Medium
 from sfumato.data.media.pictures import read_image
 from sfumato.data.media.vision import MediaProcessor
-from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
-from sfumato.data.text.format import TextTransform, fingerprint_of, fit
+from sfumato.data.text.format import TextTransform, build_template, fit
 from sfumato.data.text.messages import read_tools
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
@@ -145,10 +144,8 @@ class OmniConversation(ImageConversation):
         """As ``TextFormat``; ``tokenizer`` is a ``DrawingReader``."""
         if not isinstance(tokenizer, DrawingReader):
             raise ConfigError("data.data_type omni_conversation is trained by tasks/train_omni.py")
-        template = build_chat_template(config.chat_template, tokenizer.tokenizer, config.chat_template_options)
-        texts = [template.text, template.tool_text, tokenizer.fingerprint]
+        template, fingerprint = build_template(config, tokenizer.tokenizer, tokenizer.fingerprint)
         keys = config.text_keys or ["messages", "conversations"]
-        fingerprint = fingerprint_of(config, tokenizer.tokenizer, texts)
         transform = OmniTransform(template, tokenizer, keys, config.max_seq_len, config.overlong, fingerprint)
         return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 

@@ -17,10 +17,10 @@ from sfumato.data.media.document_media import Span, images_of
 from sfumato.data.media.kinds import NAMES, AudioFile, Medium, VideoFile
 from sfumato.data.media.limits import ImageLimits, MediaLimits
 from sfumato.data.media.vision import MediaProcessor
-from sfumato.data.text.chat import ChatTemplate, build_chat_template
+from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
-from sfumato.data.text.format import TextFormat, TextTransform, fingerprint_of, fit
+from sfumato.data.text.format import TextFormat, TextTransform, build_template, fit
 from sfumato.data.text.messages import read_tools
 from sfumato.data.text.row_layouts import CONVERSATION_KEYS, read_conversation
 from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
@@ -54,8 +54,7 @@ class ImageConversation(ImageLimits, TextFormat):
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
         """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: MediaProcessor = tokenizer
-        template = build_chat_template(config.chat_template, reader.tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        template, fingerprint = build_template(config, reader.tokenizer, reader.fingerprint)
         keys = config.text_keys or CONVERSATION_KEYS
         transform = ImageConversationTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
         return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises

@@ -10,10 +10,9 @@ from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.image_conversation import ImageConversation, ImageConversationTransform, MediaConversation
 from sfumato.data.media.kinds import NAMES, Medium
 from sfumato.data.media.vision import MediaProcessor
-from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import TextSample
-from sfumato.data.text.format import TextTransform, fingerprint_of, refuse_equal
+from sfumato.data.text.format import TextTransform, build_template, refuse_equal, single_answer
 from sfumato.data.text.messages import read_tools
 from sfumato.data.text.pairs import read_pair
 from sfumato.data.text.row_layouts import PAIRS, PREFERENCE_KEYS, convert_row
@@ -37,8 +36,7 @@ class ImagePreference(ImageConversation):
                 f"data.text_keys of {self.type} data must be two columns (better and worse conversation) or three "
                 f"(prompt, better and worse answer), not {keys}"
             )
-        template = build_chat_template(config.chat_template, reader.tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, reader.tokenizer, [template.text, template.tool_text, reader.fingerprint])
+        template, fingerprint = build_template(config, reader.tokenizer, reader.fingerprint)
         transform = ImagePreferenceTransform(template, reader, keys, config.max_seq_len, config.overlong, fingerprint)
         return cast("TextTransform", transform)  # it is given rows that know their folder, as ``has_images`` promises
 
@@ -73,12 +71,7 @@ class ImagePreferenceTransform(ImageConversationTransform):
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             answer_documents = yield from self._documents(messages, files, placed, tools, f"{where}, {name}")
-            if len(answer_documents) > 1:
-                raise DataError(
-                    f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
-                    "answer of several assistant messages is no single text"
-                )
-            documents += answer_documents
+            documents.append(single_answer(answer_documents, f"{where}, {name}"))
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 

@@ -96,7 +96,7 @@ def read_image(source: File, where: str) -> Image.Image:
     """
     with open_image(source, where) as opened:
         _check_still(opened)
-        head = _head_of(source) if opened.format in {"PNG", "AVIF"} else b""
+        head = read_head(source, HEAD) if opened.format in {"PNG", "AVIF"} else b""
         check_code_points(head, opened.format)
         # Pillow brings PNG files of 16 bits to 8; only the tile, which load() empties, still tells their depth.
         is_deep = any(";16" in str(tile[3]) for tile in opened.tile)
@@ -210,8 +210,7 @@ def open_image(source: File, where: str) -> Iterator[ImageFile]:
     """The image as Pillow opens it. What Pillow raises for it, here or inside the ``with``, becomes a DataError."""
     from PIL import Image, UnidentifiedImageError
 
-    if isinstance(source, Path) and (problem := file_problem(source)):
-        raise DataError(f"{where}: {source} {problem}")
+    refuse_unreadable(source, where)
     try:
         with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats()) as opened:
             yield opened
@@ -304,7 +303,7 @@ def _check_still(opened: ImageFile) -> None:
 
 def _describe_unknown(source: File) -> str:
     """What kind of file this is that Pillow does not read, and the remedy where there is one, for an error."""
-    head = _head_of(source)
+    head = read_head(source, HEAD)
     if not head:
         return "it is empty, of 0 bytes: fetch it again"
     for pattern, description in OTHER_KINDS.items():
@@ -313,16 +312,23 @@ def _describe_unknown(source: File) -> str:
     return f"it is no {', '.join(FORMATS[:-1])} or {FORMATS[-1]}"
 
 
-def _head_of(source: File) -> bytes:
-    if isinstance(source, bytes):
-        return source[:HEAD]
-    with source.open("rb") as file:
-        return file.read(HEAD)
-
-
 def describe_source(source: File) -> str:
     """The file's path, or words for content without one, for messages."""
     return str(source) if isinstance(source, Path) else "its bytes"
+
+
+def refuse_unreadable(source: File, where: str) -> None:
+    """Raises DataError for a path that cannot be read as a file; ``where`` names file and row."""
+    if isinstance(source, Path) and (problem := file_problem(source)):
+        raise DataError(f"{where}: {source} {problem}")
+
+
+def read_head(source: File, num_bytes: int) -> bytes:
+    """The first bytes of a file."""
+    if isinstance(source, bytes):
+        return source[:num_bytes]
+    with source.open("rb") as file:
+        return file.read(num_bytes)
 
 
 def is_picture(content: bytes) -> bool:

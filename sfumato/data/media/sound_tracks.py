@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from sfumato.config.file_checks import file_problem
 from sfumato.config.process_limits import lower_limit
-from sfumato.data.media.sounds import describe_file
-from sfumato.data.media.video_files import CONTAINERS, LONGEST_S, MOST_BYTES, File
+from sfumato.data.media.kinds import File
+from sfumato.data.media.pictures import describe_source, refuse_unreadable
+from sfumato.data.media.video_files import CONTAINERS, LONGEST_S, MOST_BYTES
 from sfumato.errors import DataError, MissingDependencyError
 
 NO_SOUND = 3
@@ -54,15 +54,14 @@ def read_sound_track(source: File, seconds: float, where: str) -> SoundTrack:
         DataError: when there is no sound, or the file is broken or not finite.
         MissingDependencyError: when PyAV is missing.
     """
-    shown = describe_file(source)
+    shown = describe_source(source)
     try:
         import av  # noqa: F401
     except ImportError as error:
         raise MissingDependencyError(
             f"{where}: the sound of videos is read by PyAV, which is not installed: pip install 'sfumato[video,audio]'"
         ) from error
-    if isinstance(source, Path) and (problem := file_problem(source)):
-        raise DataError(f"{where}: {source} {problem}")
+    refuse_unreadable(source, where)
     path = str(source.absolute()) if isinstance(source, Path) else ""
     try:
         child = subprocess.run(

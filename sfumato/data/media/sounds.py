@@ -6,13 +6,12 @@ import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from sfumato.config.file_checks import file_problem
 from sfumato.data.media.kinds import File
+from sfumato.data.media.pictures import describe_source, read_head, refuse_unreadable
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -51,8 +50,7 @@ def open_sound(source: File, where: str) -> Iterator[SoundFile]:
         raise MissingDependencyError(
             f"{where}: audio is read by soundfile and soxr, one of which is not installed: pip install 'sfumato[audio]'"
         ) from error
-    if isinstance(source, Path) and (problem := file_problem(source)):
-        raise DataError(f"{where}: {source} {problem}")
+    refuse_unreadable(source, where)
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
             if file.subtype == "MPEG_LAYER_III":
@@ -61,20 +59,12 @@ def open_sound(source: File, where: str) -> Iterator[SoundFile]:
     except DataError:
         raise
     except (soundfile.SoundFileError, OSError, ValueError, TypeError) as error:
-        if _is_mp4(source):  # whose error depends on the ending of its name
+        if read_head(source, 8)[4:] == b"ftyp":  # MP4, M4A or MOV, whose error depends on the ending of its name
             raise DataError(
-                f"{where}: audio ({describe_file(source)}) of a kind that is not read, such as AAC in M4A: write it "
+                f"{where}: audio ({describe_source(source)}) of a kind that is not read, such as AAC in M4A: write it "
                 "anew, such as by ffmpeg -i old.m4a new.flac"
             ) from error
-        raise DataError(f"{where}: broken audio ({describe_file(source)}): {error}") from error
-
-
-def _is_mp4(source: File) -> bool:
-    """Whether a file begins as those of MP4, M4A and MOV do."""
-    if isinstance(source, bytes):
-        return source[4:8] == b"ftyp"
-    with source.open("rb") as file:
-        return file.read(8)[4:] == b"ftyp"
+        raise DataError(f"{where}: broken audio ({describe_source(source)}): {error}") from error
 
 
 def _check_length(source: File, stated: int, rate: int, where: str) -> None:
@@ -91,15 +81,10 @@ def _check_length(source: File, stated: int, rate: int, where: str) -> None:
     counted = count_mp3_samples(source)
     if counted is not None and abs(counted - stated) > SAME_LENGTH * max(counted, stated):
         raise DataError(
-            f"{where}: audio ({describe_file(source)}) of {counted / rate:.1f} s, of which {stated / rate:.1f} s would "
-            "be read: it is an MP3 file of variable bit rate without a table of its length (Xing): write it anew, such "
-            "as by ffmpeg -i old.mp3 new.flac"
+            f"{where}: audio ({describe_source(source)}) of {counted / rate:.1f} s, of which {stated / rate:.1f} s "
+            "would be read: it is an MP3 file of variable bit rate without a table of its length (Xing): write it "
+            "anew, such as by ffmpeg -i old.mp3 new.flac"
         )
-
-
-def describe_file(source: File) -> str:
-    """The file's path, or words for content without one, for messages."""
-    return str(source) if isinstance(source, Path) else "its bytes"
 
 
 def check_sound(source: File, where: str) -> None:
@@ -120,23 +105,15 @@ def check_all_there(source: File, samples: np.ndarray, wanted: int, where: str) 
     Raises:
         DataError: when the file is truncated, empty, or has samples that are not finite.
     """
-    shown = describe_file(source)
+    shown = describe_source(source)
     # libsndfile reads what there is of such a truncated file without an error
-    head, size = _head_of(source)
-    if size < (stated := _stated_size(head)):
+    size = len(source) if isinstance(source, bytes) else source.stat().st_size
+    if size < (stated := _stated_size(read_head(source, HEAD_BYTES))):
         raise DataError(f"{where}: broken audio ({shown}): {size} of {stated} bytes are there; it is truncated")
     if len(samples) == 0 or len(samples) < wanted:
         raise DataError(f"{where}: broken audio ({shown}): {len(samples)} of {wanted} samples can be read")
     if not np.isfinite(samples).all():
         raise DataError(f"{where}: broken audio ({shown}): it has samples that are not finite")
-
-
-def _head_of(source: File) -> tuple[bytes, int]:
-    """The first bytes of a file, and its size."""
-    if isinstance(source, bytes):
-        return source[:HEAD_BYTES], len(source)
-    with source.open("rb") as file:
-        return file.read(HEAD_BYTES), source.stat().st_size
 
 
 def _stated_size(head: bytes) -> int:
@@ -173,7 +150,7 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
         DataError: when it is broken, empty, truncated, or too long.
         MissingDependencyError: when soundfile or soxr is missing.
     """
-    shown = describe_file(source)
+    shown = describe_source(source)
     with open_sound(source, where) as file:
         stated = file.frames
         file_rate = file.samplerate

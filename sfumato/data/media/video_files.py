@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from sfumato.config.process_limits import lower_limit
+from sfumato.data.media.kinds import File
 from sfumato.errors import DataError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from av import VideoFrame
     from av.container import InputContainer
     from av.video.stream import VideoStream
-
-File = Path | bytes
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegvideo,mpegts,flv,asf,ogg"
 """Containers that FFmpeg may recognise, by its own names, whatever the file's name ends in. Its other formats include

@@ -9,10 +9,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sfumato.config.file_checks import file_problem
 from sfumato.data.media.colours import to_srgb
 from sfumato.data.media.kinds import VIDEO_ENDINGS, File
-from sfumato.data.media.pictures import describe_source, frames_of, is_picture, open_image, read_image
+from sfumato.data.media.pictures import (
+    describe_source,
+    frames_of,
+    is_picture,
+    open_image,
+    read_image,
+    refuse_unreadable,
+)
 from sfumato.data.media.video_files import VideoHead, examine_video, open_video
 from sfumato.errors import DataError
 
@@ -140,8 +146,7 @@ def _examine(source: File, where: str, most_frames: int) -> VideoHead:
     from PIL import Image
 
     shown = describe_source(source)
-    if isinstance(source, Path) and (problem := file_problem(source)):
-        raise DataError(f"{where}: {source} {problem}")
+    refuse_unreadable(source, where)
     most_pixels = 2 * Image.MAX_IMAGE_PIXELS  # pyright: ignore[reportOperatorIssue]  # None only if a user lifted it
     head = examine_video(source, where, shown, most_frames, most_pixels)
     if head.primaries in WIDE_PRIMARIES or head.transfer in OTHER_TRANSFERS or head.matrix not in KNOWN_MATRICES:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from sfumato.data.media.kinds import File
-from sfumato.data.media.sounds import check_all_there, describe_file, open_sound
+from sfumato.data.media.pictures import describe_source
+from sfumato.data.media.sounds import check_all_there, open_sound
 from sfumato.errors import DataError
 from sfumato.tracking.waveforms import FULL_SCALE
 
@@ -40,7 +41,7 @@ def read_waveform(source: File, rate: int, channels: int, milliseconds: int, whe
         MissingDependencyError: when soundfile or soxr is missing.
     """
     with open_sound(source, where) as file:
-        shown = describe_file(source)
+        shown = describe_source(source)
         file_rate = file.samplerate
         stated = file.frames
         file_channels = file.channels

@@ -14,7 +14,7 @@ from sfumato.config.image_data import ImageTextDataConfig
 from sfumato.data.files.file_columns import find_file, find_frames
 from sfumato.data.images.image_text import ImageTextDataset
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VIDEO_ENDINGS, File
-from sfumato.data.media.pictures import Picture, check_fit, frames_of, read_image
+from sfumato.data.media.pictures import Picture, frames_of, read_image
 from sfumato.data.media.sound_tracks import read_sound_track
 from sfumato.data.media.video_files import VideoHead
 from sfumato.data.media.videos import frames_at, read_video
@@ -73,12 +73,8 @@ class VideoSoundDataset(ImageTextDataset):
         where = self.describe(index)
         source = find_frames(row, self._image_key(row), self.rows.folder(index), where)
         frames = self._read_frames(source, where)
-        height, width = self.size[:2]
-        check_fit((frames[0].height, frames[0].width), height, width, self.config.crop, where)
-        video = torch.from_numpy(np.stack([self._fitted(frame, (height, width)) for frame in frames]))
-        sound = torch.from_numpy(self._read_sound(index, source, where))
-        framing = self._framing(frames[0], (height, width))
-        return Picture(video.permute(3, 0, 1, 2).contiguous(), framing, sound=sound)
+        video, framing = self._fit_video(frames, where)
+        return Picture(video, framing, sound=torch.from_numpy(self._read_sound(index, source, where)))
 
     def _read_frames(self, source: File | list[File], where: str) -> list[Image.Image]:
         """The first frames of a video at the model's rate; a folder or list of images has that rate.

@@ -270,15 +270,14 @@ def _render_tail(render: Render) -> tuple[str | None, str]:
         What the template writes after the last answer, None if it renders no such conversation; and what it writes
         between an answer and the next question.
     """
+    said = (("user", "."), ("assistant", _ANSWER), ("user", _QUESTION))
     for as_parts in (False, True):  # templates of models with images may take contents only as lists of parts
-
-        def make_message(role: str, text: str, as_parts: bool = as_parts) -> Message:
-            return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}
-
-        messages = [make_message("user", "."), make_message("assistant", _ANSWER)]
-        last = _render_or_empty(render, messages)
+        messages: list[Message] = [
+            {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text} for role, text in said
+        ]
+        last = _render_or_empty(render, messages[:2])
         if last.count(_ANSWER) == 1:
-            middle = _render_or_empty(render, [*messages, make_message("user", _QUESTION)])
+            middle = _render_or_empty(render, messages)
             between = middle.partition(_ANSWER)[2].partition(_QUESTION)[0] if _QUESTION in middle else ""
             return last.partition(_ANSWER)[2], between
     return None, ""

@@ -9,12 +9,13 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeGuard, TypeVar, cast
 
 import numpy as np
 
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.text.answer_end import facts_of
+from sfumato.data.text.chat import ChatTemplate, build_chat_template
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.generation_blocks import GENERATION
 from sfumato.data.text.tokenise import check_fast, stay_in_one_thread
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from sfumato.data.media.kinds import Medium
     from sfumato.data.media.vision import MediaProcessor
     from sfumato.data.text.chat import Encoded
+
+Rendered = TypeVar("Rendered")
 
 VERSION = 2
 """To be raised when the same rows become other tokens, so that token stores made before are not used."""
@@ -159,6 +162,15 @@ def fingerprint_of(config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, t
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()
 
 
+def build_template(
+    config: TextDataConfig, tokenizer: PreTrainedTokenizerBase, *other_parts: str
+) -> tuple[ChatTemplate, str]:
+    """The chat template of ``data``, and the fingerprint of a format that renders rows by it; ``other_parts`` are what
+    their tokens depend on besides. Raises as ``build_chat_template``."""
+    template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
+    return template, fingerprint_of(config, tokenizer, [template.text, template.tool_text, *other_parts])
+
+
 def source_of(text_format: TextFormat) -> list[str]:
     """The source code of a user's own format, changes of which may make other tokens; empty for formats of sfumato."""
     module = sys.modules[type(text_format).__module__]
@@ -181,6 +193,16 @@ def refuse_equal(documents: Sequence[Document], names: Sequence[str], where: str
             f"{where}: {' and '.join(names)} are the same {len(better.input_ids)} tokens, cut to data.max_seq_len "
             "where they were longer"
         )
+
+
+def single_answer(rendered: Sequence[Rendered], where: str) -> Rendered:
+    """The only one of what a chat template renders a conversation as. Raises DataError where there are several."""
+    if len(rendered) > 1:
+        raise DataError(
+            f"{where}: the chat template renders earlier answers anew after each message, so an answer of several "
+            "assistant messages is no single text"
+        )
+    return rendered[0]
 
 
 def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:

@@ -14,16 +14,18 @@ from sfumato.data.files.rows import text_field
 from sfumato.data.media.image_answers import OmniConversation
 from sfumato.data.media.image_conversation import ImageConversation, MediaConversation
 from sfumato.data.media.image_preference import ImagePreference, MediaPreference
-from sfumato.data.text.chat import ChatTemplate, build_chat_template
+from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.format import (
     TextFormat,
     TextTransform,
+    build_template,
     find_key,
     fingerprint_of,
     fit,
     refuse_equal,
+    single_answer,
 )
 from sfumato.data.text.messages import read_tools
 from sfumato.data.text.pairs import as_messages, read_pair, with_explicit_prompt
@@ -82,8 +84,7 @@ class Conversation(TextFormat):
     type: ClassVar[str] = "conversation"
 
     def transform(self, config: TextDataConfig, tokenizer: PreTrainedTokenizerBase) -> TextTransform:
-        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        template, fingerprint = build_template(config, tokenizer)
         keys = config.text_keys or CONVERSATION_KEYS
         return ConversationTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
@@ -102,8 +103,7 @@ class Preference(TextFormat):
                 "data.text_keys of preference data must be two columns (better and worse conversation) or three "
                 f"(prompt, better and worse answer), not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        template, fingerprint = build_template(config, tokenizer)
         return PreferenceTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
@@ -122,8 +122,7 @@ class PreferenceMargin(TextFormat):
                 "data.text_keys of preference_margin data must be three columns (better and worse conversation, margin)"
                 f" or four (prompt, better and worse answer, margin), not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        template, fingerprint = build_template(config, tokenizer)
         return MarginTransform(template, keys[:-1], config.max_seq_len, config.overlong, fingerprint, keys[-1])
 
 
@@ -141,8 +140,7 @@ class Unpaired(TextFormat):
             raise ConfigError(
                 f"data.text_keys of unpaired data must be three columns (prompt, answer, label), not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        template, fingerprint = build_template(config, tokenizer)
         return UnpairedTransform(template, keys, config.max_seq_len, config.overlong, fingerprint)
 
 
@@ -162,8 +160,7 @@ class Process(TextFormat):
             raise ConfigError(
                 f"data.text_keys of process data must be the columns of prompt, steps and labels, not {keys}"
             )
-        template = build_chat_template(config.chat_template, tokenizer, config.chat_template_options)
-        fingerprint = fingerprint_of(config, tokenizer, [template.text, template.tool_text])
+        template, fingerprint = build_template(config, tokenizer)
         settings = (config.max_seq_len, config.overlong, fingerprint)
         return ProcessTransform(template, keys, *settings, separator=SEPARATORS[self.steps_by])
 
@@ -250,12 +247,8 @@ class PreferenceTransform(ConversationTransform):
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
-            if len(encoded) > 1:
-                raise DataError(
-                    f"{where}, {name}: the chat template renders earlier answers anew after each message, so an "
-                    "answer of several assistant messages is no single text"
-                )
-            documents.append(fit(encoded[0], self.max_seq_len, self.overlong, f"{where}, {name}"))
+            answer = single_answer(encoded, f"{where}, {name}")
+            documents.append(fit(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
@@ -290,12 +283,7 @@ class UnpairedTransform(ConversationTransform):
         samples = []
         for messages, label in self._read_answers(row, where):
             encoded = yield from self.template.asks(messages, where, tools)
-            if len(encoded) > 1:
-                raise DataError(
-                    f"{where}: the chat template renders earlier answers anew after each message, so an answer of "
-                    "several assistant messages is no single text"
-                )
-            document = fit(encoded[0], self.max_seq_len, self.overlong, where)
+            document = fit(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
             samples.append(TextSample((with_last(document, label),)))
         if len(samples) == 2:
             refuse_equal([sample.documents[0] for sample in samples], ["chosen", "rejected"], where)

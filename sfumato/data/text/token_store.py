@@ -82,7 +82,7 @@ class TokenStore:
         Raises:
             DataError: when a file is missing, damaged or of the wrong size.
         """
-        manifest = read_manifest(folder, "token store")
+        manifest = read_manifest(folder)
         kinds = COLUMNS | (NUMBERS if "numbers" in manifest else {}) | (IMAGES if "row_of" in manifest else {})
         columns = {name: _map(folder / f"{name}.bin", dtype, manifest[name]) for name, dtype in kinds.items()}
         self.folder = folder
@@ -365,7 +365,7 @@ class _Column:
 def _map(path: Path, dtype: str, size: int) -> np.ndarray:
     """Maps a file of ``size`` values. Raises DataError when it has another size."""
     expected = size * np.dtype(dtype).itemsize
-    check_file(path, expected, "token store")
+    check_file(path, expected)
     if not size:  # no medium in any row; an empty file cannot be mapped
         return np.zeros(0, dtype)
     return np.memmap(path, dtype, mode="r", shape=(size,)).view(np.ndarray)

@@ -26,15 +26,20 @@ from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
 from sfumato.models.estimate.memory_plan import Planned
-from sfumato.models.estimate.meta_vision import encoder_bytes, unknown_encoders_refused, vision_on_meta
+from sfumato.models.estimate.meta_vision import (
+    encoder_bytes,
+    freeze_as_configured,
+    unknown_encoders_refused,
+    vision_on_meta,
+)
 from sfumato.models.language.hf_config import attention_by_part, check_length
 from sfumato.models.language.model import check_multimodal, check_settings
-from sfumato.models.language.parts import freeze, read_model_config
+from sfumato.models.language.parts import read_model_config
 from sfumato.models.language.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
 from sfumato.models.language.scores import TokenScores
-from sfumato.models.lora import add_lora, language_targets
+from sfumato.models.lora import add_lora
 from sfumato.parallel.layout import Layout
-from sfumato.parallel.loss import CHUNK_TOKENS, cross_entropy_sum, linear_cross_entropy_sum
+from sfumato.parallel.loss import CHUNK_TOKENS, cross_entropy_sum, linear_cross_entropy
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.weights import build_on_meta
@@ -78,11 +83,7 @@ def language_model_on_meta(
     }
     with torch.device("meta"):  # buffers too: build_on_meta asks for the memory of one weight at a time
         module = make_from_config(auto_class, described, **settings)
-        if config.lora is not None:
-            module.requires_grad_(False)
-        freeze(module, config.freeze)
-        if config.lora is not None:
-            add_lora(module, config.lora, language_targets(module), seed=0)
+        freeze_as_configured(module, config)
         if has_scalar_head:
             check_head(module)
             getattr(module, HEAD).float().requires_grad_(True)
@@ -111,14 +112,11 @@ def plan_language_model(
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
-    rows = train.micro_batch_size * data.data_type.documents_per_sample
-    length = data.max_seq_len
-    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
-    # With dyn_bsz the samples of a step seldom fill the micro-batches of each rank exactly: one more may be needed.
-    may_need_one_more = train.dyn_bsz and layout.data > 1
-    num_micro_batches = -int(-per_rank // train.micro_batch_size) + may_need_one_more
+    rows, num_micro_batches = _micro_batches_of_data(data, train, layout)
     media_format = data.data_type if data.data_type.has_images else None
-    return _plan_tokens(model, rows, length, num_micro_batches, train, layout, on_gpu, has_reference, media_format)
+    return _plan_tokens(
+        model, rows, data.max_seq_len, num_micro_batches, train, layout, on_gpu, has_reference, media_format
+    )
 
 
 def plan_text_policy(
@@ -215,7 +213,7 @@ def _plan_tokens(
                 scores = TokenScores(output, (rows, length), head=head if chunked else None)
                 return sum(values.sum() for values in scores.log_probs_and_entropy(ids))  # pyright: ignore[reportReturnType]
             if chunked:
-                return linear_cross_entropy_sum(output, head.weight, ids, head.bias)
+                return linear_cross_entropy(output, head.weight, ids, head.bias)[0]
             return cross_entropy_sum(output, ids)
 
     vocabulary, width = cast("nn.Linear", module.get_output_embeddings()).weight.shape
@@ -255,11 +253,8 @@ def plan_scalar_model(
     Raises:
         ConfigError: as ``language_model_on_meta``.
     """
-    rows = train.micro_batch_size * data.data_type.documents_per_sample
-    length = data.max_seq_len
-    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
-    num_micro_batches = -int(-per_rank // train.micro_batch_size) + (train.dyn_bsz and layout.data > 1)
-    return _plan_values(model, rows, length, num_micro_batches, train, layout, on_gpu)
+    rows, num_micro_batches = _micro_batches_of_data(data, train, layout)
+    return _plan_values(model, rows, data.max_seq_len, num_micro_batches, train, layout, on_gpu)
 
 
 def plan_critic(
@@ -281,6 +276,15 @@ def plan_critic(
     """
     rows, num_micro_batches = _micro_batches(max_seq_len, samples_per_step, train, layout)
     return _plan_values(model, rows, max_seq_len, num_micro_batches, train, layout, on_gpu)
+
+
+def _micro_batches_of_data(data: TextDataConfig, train: TextTrainConfig, layout: Layout) -> tuple[int, int]:
+    """Documents of a micro-batch of training on data, and micro-batches of a step of a data-parallel rank."""
+    per_rank = (train.global_batch_size or train.micro_batch_size * layout.data) / layout.data
+    # With dyn_bsz the samples of a step seldom fill the micro-batches of each rank exactly: one more may be needed.
+    may_need_one_more = train.dyn_bsz and layout.data > 1
+    rows = train.micro_batch_size * data.data_type.documents_per_sample
+    return rows, -int(-per_rank // train.micro_batch_size) + may_need_one_more
 
 
 def _micro_batches(

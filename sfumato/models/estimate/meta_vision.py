@@ -59,6 +59,15 @@ def vision_on_meta(config: LanguageModelConfig, module: PreTrainedModel, data_ty
     return vision.with_reader(data_type.limited(vision.reader))
 
 
+def freeze_as_configured(module: PreTrainedModel, config: LanguageModelConfig) -> None:
+    """Freezes what is not trained of a model, and adds its adapters, as ``build_language_model`` does."""
+    if config.lora is not None:
+        module.requires_grad_(False)
+    freeze(module, config.freeze)
+    if config.lora is not None:
+        add_lora(module, config.lora, language_targets(module), seed=0)
+
+
 @contextmanager
 def unknown_encoders_refused(module: nn.Module) -> Iterator[None]:
     """Raises ConfigError, within the block, for a model whose encoder ``encoder_bytes`` cannot run or look into."""
@@ -105,11 +114,7 @@ def encoder_bytes(
 
     with torch.device("meta"):
         small = make_from_config(AutoModelForMultimodalLM, _with_few_blocks(read_model_config(config, sees=True)))
-    if config.lora is not None:
-        small.requires_grad_(False)
-    freeze(small, config.freeze)
-    if config.lora is not None:
-        add_lora(small, config.lora, language_targets(small), seed=0)
+    freeze_as_configured(small, config)
     blocks = _encoder_blocks(small)
     medium = _example_medium(vision)
     measurements = []  # bytes of a block, and outside of blocks, for one medium and for two

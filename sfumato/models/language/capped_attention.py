@@ -52,9 +52,15 @@ def attend_capped(
 def _attend_block(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, sinks: Tensor | None, cap: _Cap) -> Tensor:
     scores = cap.softcap * torch.tanh((query @ key.mT).float() * (cap.scale / cap.softcap))
     scores = scores.masked_fill(~mask, -torch.inf)
+    return sum_values(scores, value, sinks)
+
+
+def sum_values(scores: Tensor, value: Tensor, sinks: Tensor | None) -> Tensor:
+    """Values ``[n, H, K, Dv]``, weighted by scores, ``[n, H, L, K]`` in float32. A sink, whose score ``sinks`` ``[H]``
+    gives, takes a share of the weight and adds no value."""
     if sinks is not None:
         scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+    return scores.softmax(-1)[..., : value.shape[2]].to(value.dtype) @ value
 
 
 class _InBlocks(torch.autograd.Function):

@@ -20,7 +20,6 @@ from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.estimate.flops import DRAWS
 from sfumato.models.language.document_rows import forward_per_document
-from sfumato.models.language.hf_config import give_weights
 from sfumato.models.language.output_layer import OutputLayer
 from sfumato.models.language.packed_model import PackedModel, Tensors
 from sfumato.models.language.scores import RouterLogits, TokenScores
@@ -28,7 +27,6 @@ from sfumato.models.language.source_folder import float32_names
 from sfumato.parallel.loss import CHUNK_TOKENS, IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import keep_gathered
-from sfumato.parallel.weights import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -220,21 +218,14 @@ class LanguageModel(PackedModel[TokenScores]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: write merged weights instead of adapters.
         """
-        from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
-        from sfumato.models.older_readers import add_older_config_names
+        from sfumato.models.language.model_folder import save_generation_config, save_plain
 
-        adapters = self._adapters()
-        if self.vision is not None:
-            self.vision.reader.save(folder, self.source)
-        save_tokenizer(self.tokenizer, folder)  # after the processor's files, whose chat template it replaces
-        plain = cast("PreTrainedModel", build_on_meta(self._build))
-        if adapters:
-            from sfumato.models.lora import inject_adapter, merge_adapters, save_adapter
+        plain = self._plain_on_meta()
+        self._begin_export(folder, plain)
+        if self._adapters():
+            from sfumato.models.lora import merge_adapters, save_adapter
 
-            # ``self.module`` will not do: with pipeline parallelism it is a stage without the layers of the others
-            adapted = cast("PreTrainedModel", build_on_meta(self._build))
-            for name, adapter in adapters.items():
-                inject_adapter(adapted, adapter, name)
+            adapted = self._adapted_on_meta()
             if not merge:
                 save_adapter(adapted, weights, folder, None if self.source is None else str(self.source))
                 save_generation_config(folder, self.source, self.tokenizer)
@@ -243,18 +234,24 @@ class LanguageModel(PackedModel[TokenScores]):
         # what the plain module has no place for are the balancer's biases, which transformers would not load
         tensors_of_plain = {**dict(plain.named_parameters(remove_duplicate=False)), **dict(plain.named_buffers())}
         biases = {name: weights.pop(name) for name in [*weights] if name not in tensors_of_plain}
+        save_plain(plain, weights, folder, self.autocast_dtype, self.source)
+        self._end_export(folder, biases)
+
+    def _begin_export(self, folder: Path, plain: PreTrainedModel) -> None:
+        """Writes what comes before the weights, and names in a module's configuration what ends a text."""
+        from sfumato.models.language.model_folder import name_ends, save_tokenizer
+
+        if self.vision is not None:
+            self.vision.reader.save(folder, self.source)
+        save_tokenizer(self.tokenizer, folder)  # after the processor's files, whose chat template it replaces
+        name_ends(plain.config, self.tokenizer, self.source is not None)
+
+    def _end_export(self, folder: Path, biases: dict[str, Tensor]) -> None:
+        """Writes the settings of ``generate``, and the balancer's biases of routers without biases of their own."""
+        from sfumato.models.language.model_folder import save_generation_config
+
         if biases:
             save_file(biases, folder / "expert_biases.safetensors")
-        if self.autocast_dtype is not None:
-            float32_weights = float32_names(plain, self.source)
-            for name in weights.keys() - float32_weights:
-                if weights[name].dtype == torch.float32:
-                    weights[name] = weights[name].to(self.autocast_dtype)
-        give_weights(plain, weights)
-        plain.config.dtype = self.autocast_dtype or torch.float32
-        name_ends(plain.config, self.tokenizer, self.source is not None)
-        plain.save_pretrained(folder)
-        add_older_config_names(folder)
         save_generation_config(folder, self.source, self.tokenizer)
 
     def streamed_export(self, mesh: Mesh) -> TransformersExport | None:
@@ -262,11 +259,10 @@ class LanguageModel(PackedModel[TokenScores]):
         once. Every rank must call it."""
         if type(self).save_export is not LanguageModel.save_export:
             return None
-        from sfumato.models.language.model_folder import name_ends, save_generation_config, save_tokenizer
         from sfumato.models.language.streamed_export import TransformersExport, lay_out, set_dtypes
         from sfumato.models.older_readers import add_older_config_names
 
-        plain = cast("PreTrainedModel", build_on_meta(self._build))
+        plain = self._plain_on_meta()
         # the first rank alone looks into the folder that was trained
         float32_weights = sorted(float32_names(plain, self.source)) if mesh.is_first else []
         float32_weights = mesh.first(float32_weights, among="world")
@@ -276,17 +272,12 @@ class LanguageModel(PackedModel[TokenScores]):
             return None
 
         def begin(folder: Path) -> None:
-            if self.vision is not None:
-                self.vision.reader.save(folder, self.source)
-            save_tokenizer(self.tokenizer, folder)
+            self._begin_export(folder, plain)
             plain.config.dtype = self.autocast_dtype or torch.float32
-            name_ends(plain.config, self.tokenizer, self.source is not None)
 
         def end(folder: Path, biases: dict[str, Tensor]) -> None:
-            if biases:  # of the balancer
-                save_file(biases, folder / "expert_biases.safetensors")
             add_older_config_names(folder)
-            save_generation_config(folder, self.source, self.tokenizer)
+            self._end_export(folder, biases)
 
         return TransformersExport(plain, layout, self.autocast_dtype, frozenset(float32_weights), begin, end)
 

@@ -1,4 +1,4 @@
-"""The files of a model's folder beside its weights, which an export takes over from the folder that was trained:
+"""The files of an export's folder: the weights, and what is taken over from the folder that was trained, such as
 generation settings with the tokens that end an answer, the chat template, the padding token."""
 
 from __future__ import annotations
@@ -7,10 +7,15 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from sfumato.data.text.answer_end import AnswerEnd, answer_end_of, facts_of, read_json_file
+from sfumato.models.language.hf_config import give_weights
+from sfumato.models.language.source_folder import float32_names
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
 OTHER_TEMPLATES = ("chat_template.json", "processor_config.json")
@@ -42,6 +47,35 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
         if "chat_template" in fields and isinstance(tokenizer.chat_template, str):
             fields["chat_template"] = tokenizer.chat_template
             file.write_text(f"{json.dumps(fields, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
+
+
+def save_plain(
+    plain: PreTrainedModel,
+    weights: dict[str, Tensor],
+    folder: Path,
+    autocast_dtype: torch.dtype | None,
+    source: Path | None,
+) -> None:
+    """Writes transformers' own module with these weights.
+
+    Args:
+        plain: whose weights are on meta.
+        weights: by its names; the dictionary is emptied.
+        folder: where to write.
+        autocast_dtype: of forward passes, which float32 weights get, except for those that stay float32
+            (``float32_names``).
+        source: the folder that was trained; None where the model was described.
+    """
+    from sfumato.models.older_readers import add_older_config_names
+
+    dtype = autocast_dtype or torch.float32
+    for name in weights.keys() - float32_names(plain, source):
+        if weights[name].dtype == torch.float32:
+            weights[name] = weights[name].to(dtype)
+    give_weights(plain, weights)
+    plain.config.dtype = dtype
+    plain.save_pretrained(folder)
+    add_older_config_names(folder)
 
 
 def completed_ends(eos_token_id: int | list[int] | None, end: AnswerEnd) -> int | list[int] | None:

@@ -27,7 +27,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sfumato.algorithms.device import on_host, to_device
 from sfumato.errors import ConfigError
 from sfumato.models.language.capped_attention import attend_capped
-from sfumato.parallel.kernels import attend_segments, packed_causal
+from sfumato.parallel.kernels import attend_segments, in_autocast_dtype, packed_causal, pad_width
 from sfumato.parallel.positions import document_bounds, lengths_between
 
 ATTENTION = "sfumato_packed"
@@ -369,12 +369,12 @@ def _attention(
             rows = _rows_of(position_ids, size)
         else:
             scoring = scoring._replace(pattern=pattern, window=size if first_seen == 1 else None)
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as torch's own attention does
-        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
+    query, key, value = in_autocast_dtype(query, key, value)
     if rows.whole:  # one row of position ids may stand for all
         if scoring.window is not None and _has_flash(query, scoring):
-            return _attend_windows(query, key, value, scoring)
+            length = query.shape[2]
+            query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+            return attend_segments(query, key, value, None, length, scoring.scale, causal=True, window=scoring.window)
         if scoring.pattern is not None or not _has_flash(query, scoring):  # the flash kernel groups heads itself
             key, value = _repeat_heads(key, value, query.shape[1])
         return _attend(query, key, value, scoring, rows.runs[0]).transpose(1, 2)
@@ -409,7 +409,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring, docume
             mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query.device).tril()
         query, key, value, mask = _add_sink_key(query, key, value, mask, scoring)
     width = query.shape[-1] + -query.shape[-1] % WIDTHS.get(query.device.type, 1)
-    query, key, value = (_pad_width(tensor, width) for tensor in (query, key, value))
+    query, key, value = (pad_width(tensor, width) for tensor in (query, key, value))
     is_grouped = key.shape[1] != query.shape[1]
     out = functional.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scoring.scale, enable_gqa=is_grouped
@@ -460,22 +460,6 @@ def _attend_run_by_run(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, s
     return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
 
-def _attend_windows(query: Tensor, key: Tensor, value: Tensor, scoring: _Scoring) -> Tensor:
-    """Attention with a window where each row is one document, ``[B, H, S, D]``, by a CUDA kernel; returns
-    ``[B, S, H, Dv]``."""
-    assert scoring.window is not None
-    length = query.shape[2]
-    value_width = value.shape[-1]
-    width = max(query.shape[-1], value_width)
-    width += -width % WIDTHS["cuda"]
-    inputs = [_pad_width(tensor.transpose(1, 2), width) for tensor in (query, key, value)]
-    window = {"window_size_left": scoring.window - 1, "window_size_right": 0}
-    out = torch.ops.aten._flash_attention_forward(
-        *inputs, None, None, length, length, 0.0, True, False, scale=scoring.scale, **window
-    )
-    return out[0][..., :value_width]
-
-
 def _attend_by_flash(query: Tensor, key: Tensor, value: Tensor, rows: _Rows, scoring: _Scoring) -> Tensor:
     """Attention of all rows joined, ``[H, T, D]``, in one call of a CUDA kernel. Returns ``[T, H, Dv]``."""
     queries, keys, values = (tensor.transpose(0, 1) for tensor in (query, key, value))
@@ -492,12 +476,6 @@ def _has_flash(query: Tensor, scoring: _Scoring) -> bool:
         return False
     is_half = query.dtype in (torch.bfloat16, torch.float16)
     return is_half and query.shape[-1] <= 256 and torch.cuda.get_device_capability(query.device) >= (8, 0)
-
-
-def _pad_width(tensor: Tensor, width: int) -> Tensor:
-    """Fills the last dimension with zeros up to a width. A tensor of that width is returned as it is: padding it by
-    nothing would copy."""
-    return tensor if tensor.shape[-1] == width else functional.pad(tensor, (0, width - tensor.shape[-1]))
 
 
 def _repeat_heads(key: Tensor, value: Tensor, heads: int) -> tuple[Tensor, Tensor]:

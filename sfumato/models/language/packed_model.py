@@ -28,7 +28,7 @@ from sfumato.models.language.packed_attention import ATTENTION, MaskWatch
 from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.gradients import SequenceSum
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.packed_rows import Batch, pad_together, shard_sequence
+from sfumato.parallel.packed_rows import Batch, pad_together, row_multiple, shard_sequence
 from sfumato.parallel.parallelize import accumulate, move_to_devices, parallelize, weights_device
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.positions import remember_whole
@@ -43,9 +43,6 @@ if TYPE_CHECKING:
     from sfumato.parallel.balance import ExpertBalancer
     from sfumato.parallel.keyed_dropout import DropoutKeys
     from sfumato.parallel.pipeline import Pipeline, StageArguments
-
-COMPILED_MULTIPLE = 256
-"""Row lengths are multiples of this where blocks are compiled."""
 
 Tensors = dict[str, Tensor]
 
@@ -244,17 +241,25 @@ class PackedModel(ABC, Generic[Output]):
         Args:
             weights: whole weights by the names of the module.
         """
-        module = cast("PreTrainedModel", build_on_meta(self._build))
-        if adapters := self._adapters():
-            from sfumato.models.lora import inject_adapter
-
-            for name, adapter in adapters.items():
-                inject_adapter(module, adapter, name)
+        module = self._adapted_on_meta()
         trains = {name for name, parameter in module.named_parameters() if parameter.requires_grad} - self.frozen_names
         give_weights(module, weights)
         # ``give_weights`` has replaced the parameters by tensors with another requires_grad
         for name, parameter in module.named_parameters():
             parameter.requires_grad_(name in trains)
+        return module
+
+    def _plain_on_meta(self) -> PreTrainedModel:
+        """transformers' own module without adapters, whose weights are on meta."""
+        return cast("PreTrainedModel", build_on_meta(self._build))
+
+    def _adapted_on_meta(self) -> PreTrainedModel:
+        """As ``_plain_on_meta``, with the adapters. ``module`` may be a stage, without the layers of the others."""
+        module = self._plain_on_meta()
+        for name, adapter in self._adapters().items():
+            from sfumato.models.lora import inject_adapter
+
+            inject_adapter(module, adapter, name)
         return module
 
     def forward_backward(
@@ -579,16 +584,6 @@ class PackedModel(ABC, Generic[Output]):
         whole[:, columns[0]] = part
         dist.all_reduce(whole, group=self.mesh.group("cp"))
         return whole
-
-
-def row_multiple(config: TrainConfig, mesh: Mesh) -> int:
-    """The number of which row lengths are multiples; 1 under sequence and pipeline parallelism, whose parts are not
-    padded."""
-    if mesh.layout.cp > 1 or mesh.layout.pp > 1:
-        return 1
-    return getattr(config, "pad_to_multiple_of", None) or (
-        COMPILED_MULTIPLE if config.compiles(mesh.device.type) else 1
-    )
 
 
 def _batch_of_row(batches: Sequence[TokenBatch], row: Batch) -> TokenBatch:

@@ -18,7 +18,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.kernels import CHANGES_SCORES
+from sfumato.models.language.capped_attention import sum_values
+from sfumato.parallel.kernels import CHANGES_SCORES, in_autocast_dtype
 
 ATTENTION = "sfumato_rows"
 """Name in transformers' registries."""
@@ -260,9 +261,7 @@ def _attention(
     wrong += ["is_causal=False"] * (is_causal is False or not getattr(module, "is_causal", True))
     if wrong:
         raise ConfigError(f"{type(module).__name__} uses {', '.join(wrong)}, unknown to the attention of rows")
-    kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as torch's own attention does
-        query, key, value = (tensor.to(torch.get_autocast_dtype(kind)) for tensor in (query, key, value))
+    query, key, value = in_autocast_dtype(query, key, value)
     key, value = key.to(query.dtype), value.to(query.dtype)
     mask = None if attention_mask is None else attention_mask.to(query.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -305,6 +304,4 @@ def _attend_plainly(
         scores = scores.masked_fill(later, -torch.inf) if scores.shape[-2] > 1 else scores
     else:
         scores = scores + mask.float()
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
-    return scores.softmax(-1)[..., : key.shape[2]].to(value.dtype) @ value
+    return sum_values(scores, value, sinks)

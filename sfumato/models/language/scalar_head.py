@@ -20,8 +20,7 @@ from sfumato.data.text.answer_end import facts_of
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import forward_per_document
-from sfumato.models.language.hf_config import give_weights
-from sfumato.models.language.model_folder import save_tokenizer
+from sfumato.models.language.model_folder import save_plain, save_tokenizer
 from sfumato.models.language.packed_model import PackedModel, Tensors
 from sfumato.models.language.parts import (
     DTYPES,
@@ -34,10 +33,8 @@ from sfumato.models.language.parts import (
     where_described,
 )
 from sfumato.models.language.router_config import refuse_router_loss
-from sfumato.models.language.source_folder import float32_names
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, local
-from sfumato.parallel.weights import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -133,26 +130,12 @@ class ScalarModel(PackedModel[Tensor]):
             weights: whole weights by the names of the plain module, adapters included; the dictionary is emptied.
             merge: without effect: adapters are always merged, since files of adapters hold no head.
         """
-        from sfumato.models.older_readers import add_older_config_names
+        if self._adapters():
+            from sfumato.models.lora import merge_adapters
 
-        plain = cast("PreTrainedModel", build_on_meta(self._build))
-        if adapters := self._adapters():
-            from sfumato.models.lora import inject_adapter, merge_adapters
-
-            adapted = cast("PreTrainedModel", build_on_meta(self._build))
-            for name, adapter in adapters.items():
-                inject_adapter(adapted, adapter, name)
-            weights = merge_adapters(adapted, weights)
-        dtype = self.autocast_dtype or torch.float32
-        float32_weights = float32_names(plain, self.source)
-        for name in weights.keys() - float32_weights:
-            if weights[name].dtype == torch.float32:
-                weights[name] = weights[name].to(dtype)
+            weights = merge_adapters(self._adapted_on_meta(), weights)
         save_tokenizer(self.tokenizer, folder, keeps_pad=True)
-        give_weights(plain, weights)
-        plain.config.dtype = dtype
-        plain.save_pretrained(folder)
-        add_older_config_names(folder)
+        save_plain(self._plain_on_meta(), weights, folder, self.autocast_dtype, self.source)
 
     def _check(self, mesh: Mesh, config: TrainConfig) -> None:
         super()._check(mesh, config)

@@ -11,7 +11,6 @@ Shapes: N images, C h w channels, height and width of a latent, K tokens, H feat
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -31,6 +30,7 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.data.media.image_answers import ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero
+from sfumato.models.omni.image_tokenizer import as_bytes, digest_weights, resized, to_pixels
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
@@ -94,10 +94,7 @@ class LatentTokenizer:
     @property
     def fingerprint(self) -> str:
         """Identifies how images become latents."""
-        digest = hashlib.blake2b(repr(sorted(self.vae.config.items())).encode(), digest_size=16)
-        for name, tensor in sorted(self.vae.state_dict().items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return digest_weights(self.vae, sorted(self.vae.config.items()))
 
     def encode(self, image: Image.Image) -> list[int]:
         """The tokens of an image, which are the same for all images."""
@@ -107,9 +104,7 @@ class LatentTokenizer:
     @torch.no_grad()
     def latents(self, images: Sequence[Image.Image]) -> Tensor:
         """Latents of images, the scaled mode of the posterior: float32 ``[N, C, h, w]``; other sizes are resized."""
-        size = (self.width, self.height)
-        resized = [image if image.size == size else image.resize(size, Image.Resampling.BICUBIC) for image in images]
-        pixels = [torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1 for image in resized]
+        pixels = [to_pixels(resized(image, self.width, self.height)) for image in images]
         # Images are encoded one by one, since the bits depend on the size of the batch.
         modes = [self.vae.encode(image_pixels[None]).latent_dist.mode()[0] for image_pixels in pixels]
         return (torch.stack(modes) - self._shift) * self._scale
@@ -118,7 +113,7 @@ class LatentTokenizer:
     def decode(self, latents: Tensor) -> np.ndarray:
         """Decodes latents on the CPU: uint8 ``[N, H, W, 3]``."""
         pixels = self.vae.decode(latents.float() / self._scale + self._shift).sample
-        return ((pixels.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8).permute(0, 2, 3, 1).numpy()
+        return as_bytes(pixels).permute(0, 2, 3, 1).numpy()
 
     def save(self, folder: Path) -> None:
         """Writes the autoencoder in the format of diffusers."""

@@ -6,11 +6,10 @@ as transformers' processor of the model does. Shapes: n images, h w rows and col
 
 from __future__ import annotations
 
-import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from sfumato.config.trust import load_pretrained
 from sfumato.data.media.image_answers import CODE, ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.language.vision_load import read_image_processor
+from sfumato.models.omni.image_tokenizer import digest_weights, resized
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
@@ -49,6 +49,10 @@ class OwnCodes(ABC):
 
     kind: ClassVar[str]
     """``model_type`` of the model."""
+    vq_name: ClassVar[str]
+    """transformers' class of the VQ model."""
+    published_name: ClassVar[str]
+    """transformers' class of the whole model."""
     draws: ClassVar[bool] = True
     """Whether the model can be trained to draw with it."""
     sees_codes: ClassVar[bool] = True
@@ -94,14 +98,11 @@ class OwnCodes(ABC):
         self.num_codes = self.shape[0] * self.shape[1]
 
     @classmethod
-    @abstractmethod
-    def vq_class(cls) -> type[PreTrainedModel]:
-        """transformers' class of the VQ model."""
-
-    @classmethod
-    @abstractmethod
     def published_class(cls) -> type[PreTrainedModel]:
         """transformers' class of the whole model."""
+        import transformers
+
+        return getattr(transformers, cls.published_name)
 
     @classmethod
     def module_class(cls, has_images: bool) -> type[PreTrainedModel]:
@@ -163,18 +164,18 @@ class OwnCodes(ABC):
     def fingerprint(self) -> str:
         """Identifies how images become codes."""
         settings = self.images.to_json_string(), repr(self.text), self.height, self.width
-        digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
-        for name, tensor in sorted(self.vq.state_dict().items()):
-            digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
-        return digest.hexdigest()
+        return digest_weights(self.vq, settings)
 
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
         """The codes of an image that is drawn, row by row; an image of another size is resized."""
-        if image.size != (self.width, self.height):
-            image = image.resize((self.width, self.height), Image.Resampling.BICUBIC)
-        pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np", **self.unscaled)["pixel_values"])
-        return self._encode_pixels(torch.from_numpy(pixels).float())[None].flatten().tolist()
+        image = resized(image, self.width, self.height)
+        return self._encode_pixels(self._pixels(image, **self.unscaled))[None].flatten().tolist()
+
+    def _pixels(self, image: Image.Image, **options: Any) -> Tensor:
+        """What the image processor makes of an image: float32 ``[1, 3, H, W]``."""
+        processed = self.images(image.convert("RGB"), return_tensors="np", **options)
+        return torch.from_numpy(np.asarray(processed["pixel_values"])).float()
 
     unscaled: ClassVar[Keywords] = {"do_resize": False}
     """Arguments with which the image processor does not resize an image."""
@@ -200,19 +201,9 @@ class Emu3Codes(OwnCodes):
 
     kind = "emu3"
     vq: Emu3VQVAE
+    vq_name = "Emu3VQVAE"
+    published_name = "Emu3ForConditionalGeneration"
     LINE_END = "<|extra_200|>"
-
-    @classmethod
-    def vq_class(cls) -> type[PreTrainedModel]:
-        from transformers import Emu3VQVAE
-
-        return Emu3VQVAE
-
-    @classmethod
-    def published_class(cls) -> type[PreTrainedModel]:
-        from transformers import Emu3ForConditionalGeneration
-
-        return Emu3ForConditionalGeneration
 
     @classmethod
     def module_class(cls, has_images: bool) -> type[PreTrainedModel]:
@@ -266,8 +257,7 @@ class Emu3Codes(OwnCodes):
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
-        processed = self.images(image.convert("RGB"), return_tensors="np")
-        codes = self._encode_pixels(torch.from_numpy(np.asarray(processed["pixel_values"])).float())
+        codes = self._encode_pixels(self._pixels(image))
         return self._text(*codes.shape).of(codes.flatten().tolist())
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -288,20 +278,10 @@ class JanusCodes(OwnCodes):
 
     kind = "janus"
     vq: JanusVQVAE
+    vq_name = "JanusVQVAE"
+    published_name = "JanusForConditionalGeneration"
     sees_codes = False
     has_plain_output = False
-
-    @classmethod
-    def vq_class(cls) -> type[PreTrainedModel]:
-        from transformers import JanusVQVAE
-
-        return JanusVQVAE
-
-    @classmethod
-    def published_class(cls) -> type[PreTrainedModel]:
-        from transformers import JanusForConditionalGeneration
-
-        return JanusForConditionalGeneration
 
     @classmethod
     def module_class(cls, has_images: bool) -> type[PreTrainedModel]:
@@ -369,20 +349,10 @@ class ChameleonCodes(OwnCodes):
 
     kind = "chameleon"
     vq: ChameleonVQVAE
+    vq_name = "ChameleonVQVAE"
+    published_name = "ChameleonForConditionalGeneration"
     draws = False
     has_plain_output = False
-
-    @classmethod
-    def vq_class(cls) -> type[PreTrainedModel]:
-        from transformers import ChameleonVQVAE
-
-        return ChameleonVQVAE
-
-    @classmethod
-    def published_class(cls) -> type[PreTrainedModel]:
-        from transformers import ChameleonForConditionalGeneration
-
-        return ChameleonForConditionalGeneration
 
     @classmethod
     def code_name(cls, code: int) -> str:
@@ -401,8 +371,7 @@ class ChameleonCodes(OwnCodes):
 
     @torch.no_grad()
     def shown(self, image: Image.Image) -> str:
-        pixels = np.asarray(self.images(image.convert("RGB"), return_tensors="np")["pixel_values"])
-        codes = self._encode_pixels(torch.from_numpy(pixels).float())
+        codes = self._encode_pixels(self._pixels(image))
         return self.text.opening + "".join(self.names[code] for code in codes.flatten().tolist()) + self.text.closing
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
@@ -437,8 +406,10 @@ def read_vq(folder: Path, described: PreTrainedConfig) -> PreTrainedModel:
     Raises:
         ConfigError: when the folder holds other weights, or weights that are not finite.
     """
+    import transformers
+
     check_weights(folder)
-    vq = FAMILIES[described.model_type].vq_class()(described.vq_config)
+    vq = getattr(transformers, FAMILIES[described.model_type].vq_name)(described.vq_config)
     stored: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, "pt") as opened:

@@ -169,23 +169,21 @@ class ImageTokenizer:
     @property
     def fingerprint(self) -> str:
         """Identifies how images become codes."""
-        digest = hashlib.blake2b(repr(sorted(self.model.config.items())).encode(), digest_size=16)
-        for name, tensor in sorted(self.model.state_dict().items()):
-            digest.update(name.encode() + tensor.numpy().tobytes())
-        return digest.hexdigest()
+        return digest_weights(self.model, sorted(self.model.config.items()))
 
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
         """The codes of an image, row by row; an image of another size is resized."""
-        if image.size != (self.width, self.height):
-            image = image.resize((self.width, self.height), Image.Resampling.BICUBIC)
-        pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)[None] / 127.5 - 1
-        return codes_of(self.model, pixels)[0].tolist()
+        pixels = to_pixels(resized(image, self.width, self.height))[None]
+        _, _, (_, _, codes) = self.model.quantize(self.model.encode(pixels).latents)
+        return codes.flatten().tolist()
 
     @torch.no_grad()
     def decode(self, codes: Sequence[Sequence[int]]) -> np.ndarray:
         """Decodes B lists of ``num_codes`` codes: uint8 ``[B, H, W, 3]``."""
-        pixels = decode_codes(self.model, torch.tensor(codes), (self.height, self.width))
+        embedded = self.model.quantize.embedding(torch.tensor(codes)).unflatten(1, self.shape)
+        latents = embedded.permute(0, 3, 1, 2).contiguous()
+        pixels = as_bytes(self.model.decode(latents, force_not_quantize=True).sample)
         return pixels.permute(0, 2, 3, 1).numpy()
 
     def save(self, folder: Path) -> None:
@@ -193,19 +191,22 @@ class ImageTokenizer:
         self.model.save_pretrained(folder)
 
 
-def codes_of(model: DiffusersModule, pixels: Tensor) -> Tensor:
-    """Encodes images float32 ``[B, 3, H, W]`` in [-1, 1] to codes int64 ``[B, N]``, row by row."""
-    latents = model.encode(pixels).latents
-    _, _, (_, _, codes) = model.quantize(latents)
-    return codes.view(len(pixels), -1)
+def digest_weights(module: nn.Module, settings: object) -> str:
+    """Identifies a module on the CPU by its weights, and by settings beside them."""
+    digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
+    for name, tensor in sorted(module.state_dict().items()):
+        digest.update(name.encode() + tensor.contiguous().numpy().tobytes())
+    return digest.hexdigest()
 
 
-def decode_codes(model: DiffusersModule, codes: Tensor, size: Sequence[int]) -> Tensor:
-    """Decodes codes int64 ``[B, N]`` to images uint8 ``[B, 3, H, W]``; ``size`` is their height and width in pixels."""
-    factor = 2 ** (len(model.config.block_out_channels) - 1)
-    shape = (size[0] // factor, size[1] // factor)
-    latents = model.quantize.embedding(codes).unflatten(1, shape).permute(0, 3, 1, 2).contiguous()
-    return as_bytes(model.decode(latents, force_not_quantize=True).sample)
+def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+    """An image of a size; one that has it already is returned as it is."""
+    return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
+
+
+def to_pixels(image: Image.Image) -> Tensor:
+    """Pixels of an image in [-1, 1], float32 ``[3, H, W]``."""
+    return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 127.5 - 1
 
 
 def as_bytes(pixels: Tensor) -> Tensor:

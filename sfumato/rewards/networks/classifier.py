@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from pathlib import Path
 from typing import cast
 
@@ -11,34 +10,26 @@ import torch
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError
-from sfumato.rewards.networks.folder import check_folder, load_model, load_tokenizer, loader_of, read_json
+from sfumato.rewards.networks.folder import Network, find_architecture, load_chat_tokenizer, load_model, loader_of
 
 STEP_CLASSIFIERS = {"SequenceClassification": (1,), "TokenClassification": (1, 2)}
 """Kinds of models of transformers that rate steps, and how many outputs they may have."""
 
 
-class Classifier:
+class Classifier(Network):
     """Scores conversations."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the model has not one output or its tokenizer no chat template."""
         from transformers import AutoModelForSequenceClassification
 
-        self.lock = threading.Lock()
-        self.device = device
-        check_folder(folder, "config.json")
-        architectures = read_json(folder / "config.json").get("architectures") or []
-        if not any(str(architecture).endswith("ForSequenceClassification") for architecture in architectures):
-            raise ConfigError(
-                f"model_path {folder} holds {', '.join(map(str, architectures)) or 'no named architecture'}, "
-                "but a reward model for text is one for sequence classification"
-            )
+        super().__init__(device, dtype)
+        needed = "a reward model for text is one for sequence classification"
+        find_architecture(folder, ("SequenceClassification",), needed)
         self.model = load_model(AutoModelForSequenceClassification, folder, dtype, device)
         if self.model.config.num_labels != 1:
             raise ConfigError(f"model_path {folder}: the model has {self.model.config.num_labels} outputs, not one")
-        self.tokenizer = load_tokenizer(folder)
-        if not self.tokenizer.chat_template:
-            raise ConfigError(f"model_path {folder}: the tokenizer has no chat template: add chat_template.jinja")
+        self.tokenizer = load_chat_tokenizer(folder)
         text_config = self.model.config.get_text_config()
         self.max_length = getattr(text_config, "max_position_embeddings", None) or math.inf
         self.pad_token = text_config.pad_token_id
@@ -69,7 +60,7 @@ class Classifier:
 load_classifier = loader_of(Classifier)
 
 
-class StepClassifier:
+class StepClassifier(Network):
     """Gives the steps of answers probabilities of being right.
 
     Both kinds of ``STEP_CLASSIFIERS`` are read at the token that ends a step. One output is the logit of being right;
@@ -80,27 +71,17 @@ class StepClassifier:
         """Raises ConfigError when the model is no such classifier or its tokenizer has no chat template."""
         import transformers
 
-        self.lock = threading.Lock()
-        self.device = device
-        check_folder(folder, "config.json")
-        architectures = [str(name) for name in read_json(folder / "config.json").get("architectures") or []]
-        kinds = [kind for kind in STEP_CLASSIFIERS if any(name.endswith(f"For{kind}") for name in architectures)]
-        if not kinds:
-            raise ConfigError(
-                f"model_path {folder} holds {', '.join(architectures) or 'no named architecture'}, but a process "
-                "reward model is one for sequence or token classification"
-            )
-        auto_class = getattr(transformers, f"AutoModelFor{kinds[0]}")
-        self.model = load_model(auto_class, folder, dtype, device)
-        if self.model.config.num_labels not in STEP_CLASSIFIERS[kinds[0]]:
-            allowed = " or ".join(map(str, STEP_CLASSIFIERS[kinds[0]]))
+        super().__init__(device, dtype)
+        needed = "a process reward model is one for sequence or token classification"
+        kind = find_architecture(folder, STEP_CLASSIFIERS, needed)
+        self.model = load_model(getattr(transformers, f"AutoModelFor{kind}"), folder, dtype, device)
+        if self.model.config.num_labels not in STEP_CLASSIFIERS[kind]:
+            allowed = " or ".join(map(str, STEP_CLASSIFIERS[kind]))
             num_outputs = self.model.config.num_labels
             raise ConfigError(f"model_path {folder}: the model has {num_outputs} outputs, not {allowed}")
         if not isinstance(getattr(self.model, "score", None), torch.nn.Linear):
             raise ConfigError(f"model_path {folder}: {type(self.model).__name__} has no linear layer 'score'")
-        self.tokenizer = load_tokenizer(folder)
-        if not self.tokenizer.chat_template:
-            raise ConfigError(f"model_path {folder}: the tokenizer has no chat template: add chat_template.jinja")
+        self.tokenizer = load_chat_tokenizer(folder)
         if not self.tokenizer.is_fast:
             raise ConfigError(f"model_path {folder}: the tokenizer does not say where tokens stand: add tokenizer.json")
         limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)

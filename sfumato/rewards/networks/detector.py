@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,14 @@ from PIL import Image
 
 from sfumato.rewards.detections import COLOURS, Detection
 from sfumato.rewards.networks.embedder import Embedder
-from sfumato.rewards.networks.folder import load_image_processor, load_model, load_once, load_tokenizer, pick_device
+from sfumato.rewards.networks.folder import (
+    Network,
+    load_image_processor,
+    load_model,
+    load_once,
+    load_tokenizer,
+    pick_device,
+)
 
 BATCH = 8
 """Pictures in one forward pass."""
@@ -22,15 +28,14 @@ TEMPLATES = ("a photo of a {colour} {name}", "a photo of a {colour}-colored {nam
 """GenEval's texts for colours."""
 
 
-class Detector:
+class Detector(Network):
     """An object detector of transformers."""
 
     def __init__(self, folder: Path, device: torch.device) -> None:
         """Raises ConfigError when the folder holds none."""
         from transformers import AutoModelForObjectDetection
 
-        self.device = device
-        self.lock = threading.Lock()
+        super().__init__(device)
         self.processor = load_image_processor(folder)
         self.model: Any = load_model(AutoModelForObjectDetection, folder, torch.float32, device)
         labels: dict[int, str] = self.model.config.id2label

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -11,22 +11,14 @@ import torch
 from torch import nn
 
 from sfumato.errors import ConfigError
-from sfumato.rewards.networks.folder import (
-    assign_tensors,
-    check_folder,
-    check_model_type,
-    iterate_tensors,
-    load_image_processor,
-    load_tokenizer,
-    loader_of,
-)
+from sfumato.rewards.networks.folder import assign_tensors, iterate_tensors, loader_of
 from sfumato.rewards.networks.hpsv3 import REWARD_TOKEN, build_rating_head, resize
 from sfumato.rewards.networks.qwen2_vl import (
     PROMPT_FIELD,
+    QwenRater,
     build_body,
-    hidden_states,
     read_instruction,
-    rename_weight,
+    split_head,
 )
 
 INSTRUCTION_FILES = ("following.txt", "quality.txt")
@@ -34,36 +26,23 @@ INSTRUCTION_FILES = ("following.txt", "quality.txt")
 IMAGE_TOKEN = "<|image_pad|>"
 
 
-class EditRewardNetwork:
+class EditRewardNetwork(QwenRater):
     """Scores edited images beside their source images and instructions."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
-        check_model_type(folder, ("qwen2_5_vl",))
-        check_folder(folder, *INSTRUCTION_FILES, "*.safetensors")
-        self.lock = threading.Lock()
-        self.device = device
-        self.dtype = dtype
+        files = (*INSTRUCTION_FILES, "*.safetensors")
+        super().__init__(folder, device, dtype, "qwen2_5_vl", files, (REWARD_TOKEN,))
         self.instructions = [read_instruction(folder / name, (REWARD_TOKEN,)) for name in INSTRUCTION_FILES]
-        self.processor = load_image_processor(folder)
-        self.tokenizer = load_tokenizer(folder)
-        if REWARD_TOKEN not in self.tokenizer.get_vocab():
-            self.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
-        self.reward_token = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
         # a template of text alone would leave the pictures out without a word
         if not self.tokenizer.chat_template or self._chat_text("").count(IMAGE_TOKEN) != 2:
             raise ConfigError(
                 f"model_path {folder}: its tokenizer has no chat template that takes images: add chat_template.jinja "
                 "of the model that EditReward was trained from"
             )
-        body: dict[str, torch.Tensor] = {}
-        heads: dict[str, torch.Tensor] = {}
-        for file in sorted(folder.glob("*.safetensors")):
-            for name, tensor in iterate_tensors(folder, file.name):
-                if name.startswith("rm_heads."):
-                    heads[name.removeprefix("rm_heads.")] = tensor.to(device, torch.float32)
-                elif not name.startswith("lm_head."):
-                    body[rename_weight(name)] = tensor.to(device, dtype)
+        paths = sorted(folder.glob("*.safetensors"))
+        tensors = chain.from_iterable(iterate_tensors(folder, path.name) for path in paths)
+        body, heads = split_head(tensors, "rm_heads.", device, dtype)
         self.model = build_body(folder, body, (REWARD_TOKEN,), len(self.tokenizer), device, dtype)
         width = self.model.config.text_config.hidden_size
         modules = {f"head_{number}": build_rating_head(width) for number in range(len(INSTRUCTION_FILES))}
@@ -80,17 +59,15 @@ class EditRewardNetwork:
         pairs = [resize(image) for pair in zip(sources, images, strict=True) for image in pair]
         batch = self.processor(images=pairs, return_tensors="pt")
         grids = batch.image_grid_thw
-        counts = (grids.prod(dim=1) // self.processor.merge_size**2).view(-1, 2).tolist()
+        counts = self.count_tokens(grids)
         seen = self.model.get_image_features(batch.pixel_values.to(self.device, self.dtype), grids.to(self.device))
         ratings = []
         for instruction, head in zip(self.instructions, self.heads.values(), strict=True):
             texts = []
-            for prompt, (source_tokens, image_tokens) in zip(prompts, counts, strict=True):
+            for prompt, source_tokens, image_tokens in zip(prompts, counts[::2], counts[1::2], strict=True):
                 before, between, after = self._chat_text(instruction.replace(PROMPT_FIELD, prompt)).split(IMAGE_TOKEN)
                 texts.append(before + IMAGE_TOKEN * source_tokens + between + IMAGE_TOKEN * image_tokens + after)
-            tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
-            hidden = hidden_states(self.model, tokens, seen, self.model.config.image_token_id)
-            ratings.append(head(hidden[tokens.input_ids == self.reward_token].float())[:, 0])
+            ratings.append(head(self.rated_states(texts, seen, self.model.config.image_token_id))[:, 0])
         return torch.stack(ratings, dim=1)
 
     def _chat_text(self, question: str) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 
 from sfumato.rewards.networks.folder import (
     CutTexts,
+    Network,
     assign_tensors,
     check_folder,
     check_model_type,
@@ -36,16 +37,14 @@ PIXEL_STD = (0.26862954, 0.26130258, 0.27577711)
 """Of CLIP's training images, by which pixels in 0 to 1 are normalised."""
 
 
-class Embedder:
+class Embedder(Network):
     """A model that embeds images and, once it has a ``tokenizer``, texts."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder holds no model of ``IMAGE_MODELS``."""
         from transformers import AutoModel
 
-        self.device = device
-        self.dtype = dtype
-        self.lock = threading.Lock()
+        super().__init__(device, dtype)
         self.tokenizer: PreTrainedTokenizerFast | None = None
         self.cut_texts = CutTexts()
         self.model_type = check_model_type(folder, IMAGE_MODELS)

@@ -34,6 +34,15 @@ NetworkT = TypeVar("NetworkT")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+class Network:
+    """Base of networks that score. Whoever calls one holds its ``lock``."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+        self.lock = threading.Lock()
+        self.device = device
+        self.dtype = dtype
+
+
 def pick_device(name: str) -> torch.device:
     """The device of a name; ``auto`` is the GPU of this process, or the CPU where there is none.
 
@@ -92,6 +101,19 @@ def check_model_type(folder: Path, allowed: tuple[str, ...]) -> str:
     return model_type
 
 
+def find_architecture(folder: Path, kinds: Iterable[str], needed: str) -> str:
+    """The first of these kinds of models, such as SequenceClassification, that ``config.json`` names.
+
+    Raises ConfigError for a model of another kind, with the words ``needed``.
+    """
+    check_folder(folder, "config.json")
+    names = [str(name) for name in read_json(folder / "config.json").get("architectures") or []]
+    kind = next((kind for kind in kinds if any(name.endswith(f"For{kind}") for name in names)), None)
+    if kind is None:
+        raise ConfigError(f"model_path {folder} holds {', '.join(names) or 'no named architecture'}, but {needed}")
+    return kind
+
+
 def load_model(
     auto_class: type[_BaseAutoModelClass] | type[PreTrainedModel],
     folder: Path,
@@ -126,26 +148,50 @@ def load_model(
     return model.eval().requires_grad_(False).to(device)
 
 
+def load_processor(
+    auto_class: Any,
+    folder: Path,
+    name: str,
+    files: str = "preprocessor_config.json|processor_config.json",
+    **options: Any,
+) -> Any:
+    """What prepares the inputs of a folder's model, by one of transformers' classes. Raises ConfigError.
+
+    Args:
+        auto_class: such as ``transformers.AutoImageProcessor``.
+        folder: of the model.
+        name: how messages call it.
+        files: one of these must be there, as of ``check_folder``.
+        options: further arguments of ``from_pretrained``.
+    """
+    check_folder(folder, files)
+    try:
+        return load_pretrained(auto_class, folder, **options)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model_path {folder}: transformers cannot load its {name}: {error}") from error
+
+
 def load_image_processor(folder: Path) -> Any:
     """The image processor of a folder, on Pillow, so that torchvision is not needed. Raises ConfigError."""
     from transformers import AutoImageProcessor
 
-    check_folder(folder, "preprocessor_config.json|processor_config.json")
-    try:
-        return load_pretrained(AutoImageProcessor, folder, backend="pil")
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model_path {folder}: transformers cannot load its image processor: {error}") from error
+    return load_processor(AutoImageProcessor, folder, "image processor", backend="pil")
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """The tokenizer of a folder. Raises ConfigError."""
     from transformers import AutoTokenizer
 
-    check_folder(folder, "tokenizer.json|vocab.txt|vocab.json|tokenizer.model|spiece.model")
-    try:
-        return load_pretrained(AutoTokenizer, folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model_path {folder}: transformers cannot load its tokenizer: {error}") from error
+    files = "tokenizer.json|vocab.txt|vocab.json|tokenizer.model|spiece.model"
+    return load_processor(AutoTokenizer, folder, "tokenizer", files)
+
+
+def load_chat_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """As ``load_tokenizer``. Raises ConfigError for a tokenizer without a chat template, too."""
+    tokenizer = load_tokenizer(folder)
+    if not tokenizer.chat_template:
+        raise ConfigError(f"model_path {folder}: the tokenizer has no chat template: add chat_template.jinja")
+    return tokenizer
 
 
 class CutTexts:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -12,13 +11,13 @@ import numpy as np
 import torch
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.config.trust import load_pretrained
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rewards.networks.folder import (
     CutTexts,
-    check_folder,
+    Network,
     check_model_type,
     load_model,
+    load_processor,
     load_tokenizer,
     loader_of,
 )
@@ -54,14 +53,10 @@ def load_extractor(folder: Path) -> Any:
     """The feature extractor of a folder. Raises ConfigError."""
     from transformers import AutoFeatureExtractor
 
-    check_folder(folder, "preprocessor_config.json|processor_config.json")
-    try:
-        return load_pretrained(AutoFeatureExtractor, folder)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model_path {folder}: transformers cannot load its feature extractor: {error}") from error
+    return load_processor(AutoFeatureExtractor, folder, "feature extractor")
 
 
-class ClapNetwork:
+class ClapNetwork(Network):
     """CLAP: embeddings of sounds and texts in one space."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -69,8 +64,7 @@ class ClapNetwork:
         from transformers import ClapModel
 
         require_soxr()
-        self.lock = threading.Lock()
-        self.device = device
+        super().__init__(device, dtype)
         check_model_type(folder, ("clap",))
         self.model: Any = load_model(ClapModel, folder, dtype, device)
         self.extractor = load_extractor(folder)
@@ -100,7 +94,7 @@ class ClapNetwork:
         return torch.stack([part.mean() for part in cosines.split(counts)]).cpu()
 
 
-class Transcriber:
+class Transcriber(Network):
     """Whisper: the words of a sound."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
@@ -108,8 +102,7 @@ class Transcriber:
         from transformers import WhisperForConditionalGeneration
 
         require_soxr()
-        self.lock = threading.Lock()
-        self.device = device
+        super().__init__(device, dtype)
         check_model_type(folder, ("whisper",))
         self.model: Any = load_model(WhisperForConditionalGeneration, folder, dtype, device)
         self.extractor = load_extractor(folder)

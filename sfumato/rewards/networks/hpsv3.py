@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from PIL import Image
 from torch import nn
 
-from sfumato.rewards.networks.folder import (
-    assign_tensors,
-    check_folder,
-    check_model_type,
-    iterate_tensors,
-    load_image_processor,
-    load_tokenizer,
-    loader_of,
-)
+from sfumato.rewards.networks.folder import assign_tensors, iterate_tensors, loader_of
 from sfumato.rewards.networks.qwen2_vl import (
     INSTRUCTION_FILE,
     PROMPT_FIELD,
+    QwenRater,
     build_body,
     format_chat,
-    hidden_states,
     read_instruction,
-    rename_weight,
     scaled_size,
+    split_head,
 )
 
 REWARD_TOKEN = "<|Reward|>"
@@ -36,38 +26,27 @@ WEIGHTS_FILE = "HPSv3.safetensors"
 NUM_PIXELS = 256 * 28 * 28
 
 
-class HpsV3Network:
+class HpsV3Network(QwenRater):
     """Scores images with their prompts."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
-        check_model_type(folder, ("qwen2_vl",))
-        check_folder(folder, INSTRUCTION_FILE, WEIGHTS_FILE)
-        self.lock = threading.Lock()
-        self.device = device
-        self.dtype = dtype
+        super().__init__(folder, device, dtype, "qwen2_vl", (INSTRUCTION_FILE, WEIGHTS_FILE), (REWARD_TOKEN,))
         self.instruction = read_instruction(folder / INSTRUCTION_FILE, (REWARD_TOKEN,))
-        self.processor = load_image_processor(folder)
-        self.tokenizer = load_tokenizer(folder)
-        if REWARD_TOKEN not in self.tokenizer.get_vocab():
-            self.tokenizer.add_tokens([REWARD_TOKEN], special_tokens=True)
-        self.reward_token = self.tokenizer.convert_tokens_to_ids(REWARD_TOKEN)
-        self.model, self.head = _build(folder, device, dtype, num_tokens=len(self.tokenizer))
+        body, head = split_head(iterate_tensors(folder, WEIGHTS_FILE), "rm_head.", device, dtype)
+        self.model = build_body(folder, body, (REWARD_TOKEN,), len(self.tokenizer), device, dtype)
+        self.head = assign_tensors(build_rating_head(self.model.config.text_config.hidden_size), head, folder)
 
     def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
         """Mean and logarithm of the deviation of the preference for uint8 [H, W, 3] images, float32 [B, 2]."""
         batch = self.processor(images=[resize(image) for image in images], return_tensors="pt")
         grids = batch.image_grid_thw
-        num_tokens = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
-        texts = [self._chat_text(prompt, count) for prompt, count in zip(prompts, num_tokens, strict=True)]
-        tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
+        texts = [
+            format_chat("<|image_pad|>" * count, self.instruction.replace(PROMPT_FIELD, prompt))
+            for prompt, count in zip(prompts, self.count_tokens(grids), strict=True)
+        ]
         seen = self.model.get_image_features(batch.pixel_values.to(self.device, self.dtype), grids.to(self.device))
-        hidden = hidden_states(self.model, tokens, seen, self.model.config.image_token_id)
-        is_reward = tokens.input_ids == self.reward_token
-        return self.head(hidden[is_reward].float())
-
-    def _chat_text(self, prompt: str, num_image_tokens: int) -> str:
-        return format_chat("<|image_pad|>" * num_image_tokens, self.instruction.replace(PROMPT_FIELD, prompt))
+        return self.head(self.rated_states(texts, seen, self.model.config.image_token_id))
 
 
 load_hpsv3 = loader_of(HpsV3Network)
@@ -78,19 +57,6 @@ def resize(image: np.ndarray) -> Image.Image:
     height, width = image.shape[:2]
     height, width = scaled_size(height, width, NUM_PIXELS, NUM_PIXELS)
     return Image.fromarray(image).resize((width, height), Image.Resampling.BICUBIC)
-
-
-def _build(folder: Path, device: torch.device, dtype: torch.dtype, num_tokens: int) -> tuple[Any, nn.Sequential]:
-    """Qwen2-VL without its language head, and the head that rates, with the weights of the folder."""
-    body: dict[str, torch.Tensor] = {}
-    head: dict[str, torch.Tensor] = {}
-    for name, tensor in iterate_tensors(folder, WEIGHTS_FILE):
-        if name.startswith("rm_head."):
-            head[name.removeprefix("rm_head.")] = tensor.to(device, torch.float32)
-        elif not name.startswith("lm_head."):
-            body[rename_weight(name)] = tensor.to(device, dtype)
-    model = build_body(folder, body, (REWARD_TOKEN,), num_tokens, device, dtype)
-    return model, assign_tensors(build_rating_head(model.config.text_config.hidden_size), head, folder)
 
 
 def build_rating_head(width: int) -> nn.Sequential:

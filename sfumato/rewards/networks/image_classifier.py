@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,27 +9,18 @@ import numpy as np
 import torch
 from PIL import Image
 
-from sfumato.errors import ConfigError
-from sfumato.rewards.networks.folder import check_folder, load_image_processor, load_model, loader_of, read_json
+from sfumato.rewards.networks.folder import Network, find_architecture, load_image_processor, load_model, loader_of
 
 
-class ImageClassifier:
+class ImageClassifier(Network):
     """Gives probabilities of classes to pictures."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder holds no classifier of images."""
         from transformers import AutoModelForImageClassification
 
-        check_folder(folder, "config.json")
-        architectures = read_json(folder / "config.json").get("architectures") or []
-        if not any(str(architecture).endswith("ForImageClassification") for architecture in architectures):
-            raise ConfigError(
-                f"model_path {folder} holds {', '.join(map(str, architectures)) or 'no named architecture'}, but this "
-                "reward needs a model for image classification"
-            )
-        self.lock = threading.Lock()
-        self.device = device
-        self.dtype = dtype
+        find_architecture(folder, ("ImageClassification",), "this reward needs a model for image classification")
+        super().__init__(device, dtype)
         self.processor = load_image_processor(folder)
         self.model: Any = load_model(AutoModelForImageClassification, folder, dtype, device)
         self.classes = {str(name).casefold(): int(index) for index, name in self.model.config.id2label.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -17,6 +16,7 @@ from sfumato.parallel.weights import build_on_meta
 from sfumato.rewards.networks.embedder import PIXEL_MEAN, PIXEL_STD, build_score_head
 from sfumato.rewards.networks.folder import (
     CutTexts,
+    Network,
     assign_tensors,
     check_folder,
     iterate_tensors,
@@ -48,15 +48,13 @@ VISION_NAMES = (
 UNUSED = "blip.text_encoder.embeddings.position_ids"  # a constant that older files hold
 
 
-class ImageRewardNetwork:
+class ImageRewardNetwork(Network):
     """Scores images with their prompts."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
         check_folder(folder, "ImageReward.safetensors", "med_config.json")
-        self.lock = threading.Lock()
-        self.device = device
-        self.dtype = dtype
+        super().__init__(device, dtype)
         self.tokenizer = load_tokenizer(folder)
         self.cut_texts = CutTexts()
         tensors = dict(iterate_tensors(folder, "ImageReward.safetensors"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +13,17 @@ import torch
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.errors import ConfigError
 from sfumato.parallel.weights import build_on_meta
-from sfumato.rewards.networks.folder import assign_tensors
+from sfumato.rewards.networks.folder import (
+    Network,
+    assign_tensors,
+    check_folder,
+    check_model_type,
+    load_image_processor,
+    load_tokenizer,
+)
 
 if TYPE_CHECKING:
-    from transformers import BatchEncoding, Qwen2VLModel
+    from transformers import PreTrainedTokenizerFast
 
 INSTRUCTION_FILE = "instruction.txt"
 PROMPT_FIELD = "{text_prompt}"
@@ -30,6 +37,73 @@ def rename_weight(name: str) -> str:
         if renamed != name:  # the second pattern matches what the first one does, and more
             return renamed
     return name
+
+
+class QwenRater(Network):
+    """Base of networks that rate by the hidden states of tokens of their own, which stand in the question.
+
+    A subclass makes ``model``, by ``build_body``, and its heads.
+    """
+
+    model: Any
+    """Qwen2-VL without its language head."""
+
+    def __init__(
+        self,
+        folder: Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        model_type: str,
+        files: Sequence[str],
+        reward_tokens: tuple[str, ...],
+    ) -> None:
+        """Raises ConfigError when the folder holds a model of another type, or lacks one of ``files``."""
+        check_model_type(folder, (model_type,))
+        check_folder(folder, *files)
+        super().__init__(device, dtype)
+        self.processor = load_image_processor(folder)
+        self.tokenizer: PreTrainedTokenizerFast = load_tokenizer(folder)
+        vocabulary = self.tokenizer.get_vocab()
+        self.tokenizer.add_tokens([token for token in reward_tokens if token not in vocabulary], special_tokens=True)
+        self.reward_ids = torch.tensor(self.tokenizer.convert_tokens_to_ids(list(reward_tokens)), device=device)
+
+    def count_tokens(self, grids: torch.Tensor) -> list[int]:
+        """Tokens that each picture or video takes in a text, by its grids of patches, int ``[B, 3]``."""
+        return (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
+
+    def rated_states(self, texts: list[str], features: Any, placeholder: int) -> torch.Tensor:
+        """Hidden states of the last layer at the reward tokens of B texts, one text after the other, float32.
+
+        Args:
+            texts: with ``placeholder`` in the places of pictures or videos.
+            features: what the image encoder gives for these.
+            placeholder: token whose places the features take.
+        """
+        tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
+        embeddings = self.model.get_input_embeddings()(tokens.input_ids)
+        is_seen = (tokens.input_ids == placeholder).unsqueeze(-1)
+        embeddings = embeddings.masked_scatter(is_seen, torch.cat(tuple(features.pooler_output)).to(embeddings))
+        # Positions simply count the tokens, also those of the image: so these rewards were trained.
+        hidden = self.model.language_model(
+            inputs_embeds=embeddings, attention_mask=tokens.attention_mask, use_cache=False
+        ).last_hidden_state
+        return hidden[torch.isin(tokens.input_ids, self.reward_ids)].float()
+
+
+def split_head(
+    tensors: Iterable[tuple[str, torch.Tensor]], prefix: str, device: torch.device, dtype: torch.dtype
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The weights of the body, by the names of ``Qwen2VLModel``, and those of the head, in float32, without the prefix
+    of their names. They are moved one by one, so that the CPU's memory never holds all. The language head's are left
+    out."""
+    body: dict[str, torch.Tensor] = {}
+    head: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors:
+        if name.startswith(prefix):
+            head[name.removeprefix(prefix)] = tensor.to(device, torch.float32)
+        elif not name.startswith("lm_head."):
+            body[rename_weight(name)] = tensor.to(device, dtype)
+    return body, head
 
 
 def read_instruction(path: Path, reward_tokens: tuple[str, ...]) -> str:
@@ -102,21 +176,3 @@ def format_chat(vision: str, question: str) -> str:
         "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         f"<|im_start|>user\n<|vision_start|>{vision}<|vision_end|>{question}<|im_end|>\n<|im_start|>assistant\n"
     )
-
-
-def hidden_states(model: Qwen2VLModel, tokens: BatchEncoding, features: Any, placeholder: int) -> torch.Tensor:
-    """Hidden states of the last layer, ``[B, L, D]``.
-
-    Args:
-        model: Qwen2-VL without its language head.
-        tokens: what the tokenizer gives for B texts, padded on the right.
-        features: what the image encoder gives for their pictures or videos.
-        placeholder: token whose places the features take.
-    """
-    embeddings = model.get_input_embeddings()(tokens.input_ids)
-    is_seen = (tokens.input_ids == placeholder).unsqueeze(-1)
-    embeddings = embeddings.masked_scatter(is_seen, torch.cat(tuple(features.pooler_output)).to(embeddings))
-    # Positions simply count the tokens, also those of the image: so these rewards were trained.
-    return model.language_model(
-        inputs_embeds=embeddings, attention_mask=tokens.attention_mask, use_cache=False
-    ).last_hidden_state

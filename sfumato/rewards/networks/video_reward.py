@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,22 +13,13 @@ from torch import nn
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError, DataError
-from sfumato.rewards.networks.folder import (
-    assign_tensors,
-    check_folder,
-    check_model_type,
-    iterate_tensors,
-    load_image_processor,
-    load_tokenizer,
-    loader_of,
-    read_json,
-)
+from sfumato.rewards.networks.folder import assign_tensors, check_folder, iterate_tensors, loader_of, read_json
 from sfumato.rewards.networks.qwen2_vl import (
     INSTRUCTION_FILE,
     PROMPT_FIELD,
+    QwenRater,
     build_body,
     format_chat,
-    hidden_states,
     read_instruction,
     rename_weight,
     scaled_size,
@@ -64,23 +54,15 @@ class VideoRewardSettings:
     file has none."""
 
 
-class VideoRewardNetwork:
+class VideoRewardNetwork(QwenRater):
     """Scores videos with their prompts."""
 
     def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype) -> None:
         """Raises ConfigError when the folder lacks a file or a file holds something else."""
-        check_model_type(folder, ("qwen2_vl",))
-        check_folder(folder, SETTINGS_FILE, INSTRUCTION_FILE, f"{WEIGHTS_FILE}|{ADAPTER_FILE}")
-        self.lock = threading.Lock()
-        self.device = device
-        self.dtype = dtype
+        files = (SETTINGS_FILE, INSTRUCTION_FILE, f"{WEIGHTS_FILE}|{ADAPTER_FILE}")
+        super().__init__(folder, device, dtype, "qwen2_vl", files, REWARD_TOKENS)
         self.settings = read_settings(folder / SETTINGS_FILE)
         self.instruction = read_instruction(folder / INSTRUCTION_FILE, REWARD_TOKENS)
-        self.processor = load_image_processor(folder)
-        self.tokenizer = load_tokenizer(folder)
-        vocabulary = self.tokenizer.get_vocab()
-        self.tokenizer.add_tokens([token for token in REWARD_TOKENS if token not in vocabulary], special_tokens=True)
-        self.reward_tokens = self.tokenizer.convert_tokens_to_ids(list(REWARD_TOKENS))
         weights = merge_adapter(read_weights(folder), self.settings.lora_scale, folder)
         head = {
             name.removeprefix("rm_head."): weights.pop(name).to(device, torch.float32)
@@ -109,16 +91,13 @@ class VideoRewardNetwork:
         prepared = [self._prepare(video, rate) for video, rate in zip(videos, frame_rates, strict=True)]
         patches = torch.cat([patches for patches, _ in prepared])
         grids = torch.tensor([grid for _, grid in prepared])
-        num_tokens = (grids.prod(dim=1) // self.processor.merge_size**2).tolist()
         texts = [
             format_chat("<|video_pad|>" * count, self.instruction.replace(PROMPT_FIELD, prompt))
-            for prompt, count in zip(prompts, num_tokens, strict=True)
+            for prompt, count in zip(prompts, self.count_tokens(grids), strict=True)
         ]
-        tokens = self.tokenizer(texts, padding=True, padding_side="right", return_tensors="pt").to(self.device)
         seen = self.model.get_video_features(patches.to(self.device, self.dtype), grids.to(self.device))
-        hidden = hidden_states(self.model, tokens, seen, self.model.config.video_token_id)
-        is_reward = torch.isin(tokens.input_ids, torch.tensor(self.reward_tokens, device=self.device))
-        logits = self.head(hidden[is_reward].float()).view(len(videos), len(DIMENSIONS), -1)
+        states = self.rated_states(texts, seen, self.model.config.video_token_id)
+        logits = self.head(states).view(len(videos), len(DIMENSIONS), -1)
         scores = logits.diagonal(dim1=1, dim2=2) if logits.shape[-1] > 1 else logits[..., 0]
         means, stds = torch.tensor([self.settings.means, self.settings.stds], device=self.device)
         return (scores - means) / stds
