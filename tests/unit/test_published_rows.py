@@ -73,6 +73,8 @@ def test_a_published_folder_gives_the_split_that_is_asked_for(gsm8k):
         (["constraints.jsonl", "latest.jsonl", "trainer.jsonl"], None, None),
         (["test-0.jsonl", "test-1.jsonl"], None, None),
         (["train.jsonl", "more.jsonl"], None, None),
+        (["split=train/0.jsonl", "split=test/0.jsonl"], ["split=train/0.jsonl"], ["split=test/0.jsonl"]),
+        (["a(train).jsonl", "a[test].jsonl"], ["a(train).jsonl"], ["a[test].jsonl"]),
         (["Training Set.jsonl", "eval.jsonl.gz"], ["Training Set.jsonl"], ["eval.jsonl.gz"]),
     ],
 )
