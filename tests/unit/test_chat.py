@@ -393,6 +393,11 @@ TURN = [user("q"), assistant("a")]
             [user("q"), assistant("", tool_calls=[TOOL])],
             "call of 'add_up'",
         ),
+        (
+            CHATML.replace("m.content", "('<result>\n' if m.role == 'tool' else '') + m.content"),
+            [*TURN, {"role": "tool", "content": "<result>\n3</result>"}, assistant("3")],
+            "message 3 (tool): begins with <result>, which the chat template writes, too",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_conversation_is_named(tmp_path, text, messages, reason):

@@ -12,6 +12,7 @@ from sfumato.config.load import load_config
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
+from sfumato.models.language import parts
 from sfumato.models.language.load import build_byte_tokenizer, build_language_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
@@ -232,7 +233,7 @@ def test_a_wrong_description_is_named(tmp_path, changes, reason):
     assert reason in str(caught.value)
 
 
-def test_what_is_missing_is_named(tmp_path):
+def test_what_is_missing_is_named(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"config\.json does not exist"):
         build({"model_path": str(tmp_path)})
     with pytest.raises(ConfigError, match=r"model\.tokenizer_path: .*nowhere does not exist"):
@@ -240,6 +241,11 @@ def test_what_is_missing_is_named(tmp_path):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ConfigError, match="finds no tokenizer"):
         build(describe(tmp_path) | {"tokenizer_path": str(tmp_path / "empty")})
+    (tmp_path / "empty" / "tokenizer.model").write_bytes(b"\n\x0e")
+    monkeypatch.setattr(parts, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install sentencepiece"):
+        build(describe(tmp_path) | {"tokenizer_path": str(tmp_path / "empty")})
+    monkeypatch.undo()
     for version, remedy in (
         ("2", "pip install flash-attn "),
         ("3", "the folder hopper"),

@@ -1,5 +1,6 @@
 """Messages in the forms of published data, and what of them reaches a chat template."""
 
+import datetime
 import json
 
 import pytest
@@ -61,6 +62,10 @@ def test_a_call_without_arguments_has_none():
         ({"name": "f", "arguments": "[1]"}, "arguments of f must be a JSON object"),
         ({"function": {"arguments": {}}}, "must have a name"),
         ("f()", "tool_calls must be a list"),
+        (
+            {"name": "f", "arguments": {"at": datetime.date(2024, 1, 2)}},
+            "arguments of f: Object of type date is not JSON",
+        ),
     ],
 )
 def test_a_call_that_cannot_be_read_is_named(call, reason):

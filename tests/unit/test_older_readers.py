@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
+from sfumato.models.language.model_folder import save_tokenizer
 from sfumato.models.older_readers import add_older_config_names, use_older_tokenizer_names
 from tests.tiny_tokenizers import build_tokenizer
 
@@ -92,3 +93,18 @@ def test_a_tokenizer_is_read_by_its_older_class(tmp_path: Path) -> None:
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
     assert loaded.image_token == "<|im_start|>"
     assert loaded.all_special_tokens == tokenizer.all_special_tokens
+
+
+def test_a_sentencepiece_model_and_what_was_added_to_it_stay(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer("metaspace")
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "tokenizer.model").write_bytes(b"pieces")
+    for source, is_copied in ((tmp_path / "source", True), ("", False)):
+        out = tmp_path / f"out_{is_copied}"
+        tokenizer.name_or_path = str(source)
+        save_tokenizer(tokenizer, out)
+        assert (out / "tokenizer.model").is_file() == is_copied
+        added = json.loads((out / "tokenizer_config.json").read_text()).get("added_tokens_decoder", {})
+        end = added.get(str(tokenizer.convert_tokens_to_ids("<|im_end|>")), {})
+        assert (end.get("content"), end.get("special")) == (("<|im_end|>", True) if is_copied else (None, None))
+        assert AutoTokenizer.from_pretrained(out)("a<|im_end|>")["input_ids"] == tokenizer("a<|im_end|>")["input_ids"]

@@ -73,6 +73,8 @@ def test_a_published_folder_gives_the_split_that_is_asked_for(gsm8k):
         (["constraints.jsonl", "latest.jsonl", "trainer.jsonl"], None, None),
         (["test-0.jsonl", "test-1.jsonl"], None, None),
         (["train.jsonl", "more.jsonl"], None, None),
+        (["split=train/0.jsonl", "split=test/0.jsonl"], ["split=train/0.jsonl"], ["split=test/0.jsonl"]),
+        (["a(train).jsonl", "a[test].jsonl"], ["a(train).jsonl"], ["a[test].jsonl"]),
         (["Training Set.jsonl", "eval.jsonl.gz"], ["Training Set.jsonl"], ["eval.jsonl.gz"]),
     ],
 )
@@ -144,6 +146,14 @@ def test_a_parquet_file_without_rows_says_so(tmp_path):
         open_rows(tmp_path / "a.parquet", "text", "data.train_path")
 
 
+def test_a_parquet_file_may_begin_with_an_empty_row_group(tmp_path):
+    table = pyarrow.table({"text": ["a", "b"]})
+    with pyarrow.parquet.ParquetWriter(tmp_path / "a.parquet", table.schema) as writer:
+        writer.write_table(table.slice(0, 0))
+        writer.write_table(table)
+    assert [row["text"] for row in open_rows(tmp_path / "a.parquet", "text", "data.train_path")] == ["a", "b"]
+
+
 @pytest.mark.parametrize(("ending", "compress"), [("gz", gzip.compress), ("bz2", bz2.compress), ("xz", lzma.compress)])
 def test_compressed_files_hold_the_same_rows(tmp_path, ending, compress):
     contents = {
@@ -205,8 +215,13 @@ def test_keys_of_other_rows_of_a_table_are_left_out(tmp_path):
     calls = [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {"b": 2}}]
     rows = [{"messages": [{"role": "assistant", "content": "x", "tool_calls": [call]}]} for call in calls]
     write_parquet(tmp_path / "rows.parquet", rows)
-    for row, call in zip(open_rows(tmp_path / "rows.parquet", "text", "data.x"), calls, strict=True):
-        assert read_messages(row["messages"], "row")[0]["tool_calls"][0]["function"] == call
+    views = pyarrow.list_view(pyarrow.Table.from_pylist(rows).schema.field("messages").type.value_type)
+    views = pyarrow.table({"messages": pyarrow.array([row["messages"] for row in rows], views)})
+    with pyarrow.ipc.new_file(str(tmp_path / "rows.arrow"), views.schema) as file:
+        file.write_table(views)
+    for name in ("rows.parquet", "rows.arrow"):
+        for row, call in zip(open_rows(tmp_path / name, "text", "data.x"), calls, strict=True):
+            assert read_messages(row["messages"], "row")[0]["tool_calls"][0]["function"] == call
 
 
 def test_what_nothing_reads_and_rows_of_both_sets_are_said_once(tmp_path):

@@ -136,8 +136,9 @@ def _converter(kind: pyarrow.DataType, feature: object) -> Convert | None:
         kind = kind.storage_type
     if pyarrow.types.is_struct(kind):
         return _struct_converter(kind, feature if isinstance(feature, dict) else {})
+    is_list_view = pyarrow.types.is_list_view(kind) or pyarrow.types.is_large_list_view(kind)
     is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
-    if is_list:
+    if is_list or is_list_view:
         inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
         convert = _converter(kind.value_type, inner)
         return None if convert is None else lambda value, where: _convert_items(convert, value, where)

@@ -39,9 +39,10 @@ SPLITS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words that name a split in the names of files and folders, the same as for datasets."""
+"""Words that name a split in the names of files and folders, the same as for datasets, which does not read them in
+folders of partitions (``split=test``)."""
 _WORD = {
-    split: re.compile(rf"(?:^|[-._ 0-9])(?:{'|'.join(words)})(?:[-._ 0-9]|$)", re.IGNORECASE)
+    split: re.compile(rf"(?<![^\W\d_])(?:{'|'.join(words)})(?![^\W\d_])", re.IGNORECASE)  # no letter beside it
     for split, words in SPLITS.items()
 }
 NAMED = 5

@@ -104,8 +104,12 @@ class ParquetRows(FileRows):
         signature, _ = signature_of([str(self.path)])
         copies = Path(datasets.config.HF_DATASETS_CACHE) / "sfumato" / signature
         try:
-            if pyarrow.parquet.read_metadata(self.path).num_rows:
-                return datasets.Dataset.from_parquet(str(self.path), cache_dir=str(copies)).with_format("arrow")
+            metadata = pyarrow.parquet.read_metadata(self.path)
+            if metadata.num_rows:
+                read = functools.partial(datasets.Dataset.from_parquet, str(self.path), cache_dir=str(copies))
+                # datasets reads as many rows at a time as the first row group has, which fails where that is empty.
+                rows = read() if metadata.row_group(0).num_rows else read(batch_size=ARROW_BLOCK)
+                return rows.with_format("arrow")
         except Exception as error:  # of a damaged file pyarrow and datasets raise whatever they come upon
             cause = error.__cause__ or error
             if isinstance(cause, OSError) and cause.errno is not None and os.access(self.path, os.R_OK):
@@ -113,7 +117,8 @@ class ParquetRows(FileRows):
                     f"{self.path} is opened as a copy in {copies}, which cannot be written: {cause.strerror}: make "
                     "room, or set HF_DATASETS_CACHE to a folder that has it"
                 ) from error
-            raise DataError(f"{self.path} cannot be read as parquet: {cause}") from error
+            remedy = ": leave such columns out" if "datasets dtype" in str(cause) else ""  # maps, intervals, views
+            raise DataError(f"{self.path} cannot be read as parquet: {cause}{remedy}") from error
         raise DataError(f"{self.path} has no rows")  # datasets would name the size of a batch
 
     def __len__(self) -> int:

@@ -27,6 +27,7 @@ from sfumato.data.text.shown_messages import (
     find_problem,
     join_blocks,
     opening_of,
+    repeated_tag,
     shows_message,
     template_names,
     texts_in,
@@ -460,6 +461,8 @@ class _Chat:
             if message["role"] != "assistant":
                 if not shows_message(message, text):
                     raise self._error(index, "the chat template leaves it out")
+                if message["role"] == "tool" and (tag := repeated_tag(message, text)):
+                    raise self._error(index, f"begins with {tag}, which the chat template writes, too: remove it")
             elif index in answers:
                 problem = find_problem(message, answers[index])
                 if problem is not None:

@@ -103,6 +103,7 @@ def read_tools(row: JsonObject, where: str) -> list[JsonObject] | None:
         tools = [without_absent(parsed_json(tool, where)) for tool in tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' must be a list of JSON schemas")
+    as_json(tools, f"{where}: column 'tools'")
     return tools or None
 
 
@@ -148,6 +149,18 @@ def without_absent(value: object) -> Any:
 def without_nulls(mapping: Mapping[str, object]) -> dict[str, object]:
     """Removes the keys of a mapping whose value is None; nested mappings stay."""
     return {key: value for key, value in mapping.items() if value is not None}
+
+
+def as_json(value: object, place: str) -> str:
+    """The JSON text of a value.
+
+    Raises DataError that names ``place`` for what JSON has no form for, as the dates and decimals of a table have none:
+    chat templates would write ``<datetime>`` in its place.
+    """
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise DataError(f"{place}: {error}: store such values as texts or numbers") from error
 
 
 def parsed_json(value: object, where: str) -> Any:
@@ -208,7 +221,7 @@ def _read_message(message: Mapping[str, object], place: str) -> dict[str, object
     if content is None and (calls or name == "tool"):
         content = ""
     if name == "tool" and isinstance(content, dict | int | float):  # the result of a tool that is not yet a text
-        content = json.dumps(content, ensure_ascii=False)
+        content = as_json(content, place)
     result = {"role": name, "content": content, **read}
     if calls:
         result["tool_calls"] = calls
@@ -270,7 +283,9 @@ def _read_call(call: dict[str, object], place: str) -> JsonObject:
         arguments = parse_json(arguments, f"{place}: arguments of {name}") if arguments.strip() else {}
     if arguments is not None and not isinstance(arguments, dict):
         raise DataError(f"{place}: arguments of {name} must be a JSON object, not {arguments!r}")
-    return {**outer, "function": {**function, "arguments": without_absent(arguments or {})}}
+    arguments = without_absent(arguments or {})
+    as_json(arguments, f"{place}: arguments of {name}")
+    return {**outer, "function": {**function, "arguments": arguments}}
 
 
 def _rows_of_columns(value: object) -> object:

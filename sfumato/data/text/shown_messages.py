@@ -17,6 +17,8 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 OPENING = re.compile(r"<[^<>\s/]+>\s*\Z")
 """A tag at the end of a prompt, such as the ``<think>`` with which it begins the answer."""
 
+FIRST_TAG = re.compile(r"<[^<>\s/]+>")
+
 
 def opening_of(prompt: str) -> str:
     """The tag with which a prompt begins the answer, or nothing."""
@@ -29,6 +31,18 @@ def shows_message(message: JsonObject, text: str) -> bool:
     # A template may trim a content, or quote it as a JSON string.
     contents = [content.strip() for content in texts_in(message)]
     return all(content in text or _in_json(content) in text for content in contents)
+
+
+def repeated_tag(message: JsonObject, text: str) -> str | None:
+    """The tag with which a message begins, where a text has it in front of the message, too; None for others.
+
+    Published rows hold results of tools as some template writes them, ``<tool_response>`` and all.
+    """
+    for content in texts_in(message):
+        tag = FIRST_TAG.match(content.strip())
+        if tag and re.search(re.escape(tag.group()) + r"\s*" + re.escape(content.strip()), text):
+            return tag.group()
+    return None
 
 
 def find_problem(message: JsonObject, answer: str) -> str | None:

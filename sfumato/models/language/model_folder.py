@@ -4,6 +4,7 @@ generation settings with the tokens that end an answer, the chat template, the p
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
+SENTENCEPIECE = "tokenizer.model"
 OTHER_TEMPLATES = ("chat_template.json", "processor_config.json")
 """Files in which processors once kept a chat template, which hides the tokenizer's."""
 
@@ -42,6 +44,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
     finally:
         tokenizer.pad_token = pad
     use_older_tokenizer_names(folder)
+    _copy_sentencepiece(tokenizer, folder)
     for file in (folder / name for name in OTHER_TEMPLATES):
         fields = read_json_file(file) if file.is_file() else {}
         if "chat_template" in fields and isinstance(tokenizer.chat_template, str):
@@ -76,6 +79,23 @@ def save_plain(
     plain.config.dtype = dtype
     plain.save_pretrained(folder)
     add_older_config_names(folder)
+
+
+def _copy_sentencepiece(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Copies the SentencePiece model beside which a tokenizer lay, which transformers 5 writes no more.
+
+    llama.cpp's converter needs it for Gemma, Phi-3 and others, and tokens that were added to it from
+    tokenizer_config.json, where transformers 4 has written them.
+    """
+    source = Path(tokenizer.name_or_path) / SENTENCEPIECE
+    if not tokenizer.name_or_path or not source.is_file():
+        return
+    shutil.copyfile(source, folder / SENTENCEPIECE)
+    path = folder / "tokenizer_config.json"
+    config = read_json_file(path)
+    added = tokenizer.added_tokens_decoder.items()
+    config["added_tokens_decoder"] = {str(token_id): token.__getstate__() for token_id, token in added}
+    path.write_text(f"{json.dumps(config, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def completed_ends(eos_token_id: int | list[int] | None, end: AnswerEnd) -> int | list[int] | None:

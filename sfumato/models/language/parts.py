@@ -368,7 +368,11 @@ def build_tokenizer(config: LanguageModelConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = load_pretrained(AutoTokenizer, folder, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {error}") from error
+        if find_spec("sentencepiece") is None and any(folder.glob("*.model")):
+            remedy = "its file ends in .model, which the package sentencepiece reads: pip install sentencepiece"
+        else:
+            remedy = str(error)
+        raise ConfigError(f"{option} {folder}: transformers finds no tokenizer there: {remedy}") from error
     # its JSON may hold anything there, which transformers first compares with the length of some text of the run
     if isinstance(tokenizer.model_max_length, bool) or not isinstance(tokenizer.model_max_length, int | float):
         raise ConfigError(f"{option} {folder}: model_max_length {tokenizer.model_max_length!r:.100} is no number")
