@@ -121,7 +121,7 @@ class Dynamics:
             velocity: v ``[B, ...]``, any float dtype.
             latents: x ``[B, ...]``, any float dtype.
             sigma, sigma_next: ``[B]`` with sigma > sigma_next.
-            sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma where sigma is 1.
+            sigma_max: the schedule's second sigma; stands for sigma in 1 - sigma in the first step.
         """
         v, x, sigma, sigma_next = (tensor.to(torch.float32) for tensor in (velocity, latents, sigma, sigma_next))
         return self._step(v, x, sigma, sigma_next, sigma_max)
@@ -160,8 +160,9 @@ class FlowSDE(Dynamics):
 
     def _step(self, v: Tensor, x: Tensor, sigma: Tensor, sigma_next: Tensor, sigma_max: float) -> GaussianStep:
         """mean = x (1 + s^2 dt / 2 sigma) + v (1 + s^2 (1 - sigma) / 2 sigma) dt, S = s sqrt(-dt)."""
-        # 1 - sigma would be 0 at pure noise; Flow-GRPO takes the schedule's second sigma there.
-        bounded = torch.where(sigma == 1, torch.full_like(sigma, sigma_max), sigma)
+        # 1 - sigma is 0 at pure noise, and next to 0 where a schedule begins just below it (0.9997 of Sana), so that
+        # noise would drown the latents. Flow-GRPO takes the schedule's second sigma at 1; here in any first step.
+        bounded = sigma.clamp(max=sigma_max)
         s = torch.sqrt(sigma / (1 - bounded)) * self.noise_level
         return reverse_sde_step(v, x, sigma, sigma_next, s)
 

@@ -199,3 +199,29 @@ def test_signed_values_are_refused_which_pillow_reads_as_unsigned() -> None:
     signed = written(values, "TIFF", tiffinfo={colours.SAMPLE_FORMAT: colours.SIGNED})
     with pytest.raises(DataError, match=r"row 1: broken image .*signed integers: save it with unsigned ones"):
         read_image(signed, "row 1")
+
+
+def test_channels_of_16_bits_stored_apart_are_refused_which_pillow_reads_as_bytes() -> None:
+    """As Photoshop writes a TIFF "per channel" without compression; 4 x 2 pixels."""
+    fields = {
+        256: [4],
+        257: [2],
+        258: [16] * 3,
+        259: [1],
+        262: [2],
+        273: [8, 24, 40],
+        277: [3],
+        279: [16] * 3,
+        284: [2],
+    }
+    values = [b"".join(struct.pack("<H", value) for value in field) for field in fields.values()]
+    ends = np.cumsum([len(value) for value in values]) + 8 + 48 + 2 + 12 * len(fields) + 4
+    entries = [
+        struct.pack("<HHI", tag, 3, len(value) // 2)
+        + (value.ljust(4, b"\0") if len(value) <= 4 else struct.pack("<I", end - len(value)))
+        for tag, value, end in zip(fields, values, ends.tolist(), strict=True)
+    ]
+    directory = struct.pack("<H", len(fields)) + b"".join(entries) + bytes(4) + b"".join(values)
+    content = b"II*\0" + struct.pack("<I", 8 + 48) + np.full(24, 40000, "<u2").tobytes() + directory
+    with pytest.raises(DataError, match="channels of 16 bits are stored one after the other: save it interleaved"):
+        read_image(content, "row 1")

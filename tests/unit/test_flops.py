@@ -12,6 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from sfumato.config.sections import LoraConfig, ModelConfig
+from sfumato.errors import ConfigError
 from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.flops import FlopCount, causal_pairs
@@ -189,3 +190,13 @@ def test_a_denoiser_on_meta_counts_what_the_real_one_does(tmp_path: Path, lora: 
     assert result == counter.get_total_flops()
     assert not any(parameter.is_meta for parameter in model.denoiser.parameters()), "the model itself stays as it is"
     assert denoiser_flops(model, 32, 32).training > 2 * result
+
+
+def test_a_denoiser_with_channels_for_a_control_image_is_refused(tmp_path: Path) -> None:
+    from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
+
+    folder = write_tiny_pipeline(tmp_path / "pipe")
+    model = build_diffusion_model(ModelConfig(model_path=str(folder), max_sequence_length=7))
+    model.set_denoiser(SD3Transformer2DModel(**{**model.denoiser.config, "in_channels": 8}))
+    with pytest.raises(ConfigError, match="transformer has other inputs than StableDiffusion3Pipeline gives it"):
+        denoiser_flops(model, 16, 16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -125,6 +126,17 @@ def test_guard_recentres_every_dynamics_by_the_whole_density(dynamics: object) -
     gaussian = dataclasses.replace(new, weight=1 / (2 * new.std**2)).log_ratio(old.means, old.next_latents)
     bias = ((new.mean - old.means) ** 2).flatten(1).mean(dim=1) / (2 * new.std)
     torch.testing.assert_close(Guard().ratio(new, old).log_ratio, gaussian * new.std + bias, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("dynamics", DYNAMICS, ids=named)
+def test_a_schedule_that_begins_just_below_pure_noise_draws_as_one_that_begins_there(dynamics: Any) -> None:
+    """That of Sana begins at 0.9997."""
+    just_below, pure = (
+        dynamics.step(normal(3), normal(1), torch.full((4,), first), torch.full((4,), 0.964), 0.964)
+        for first in (1 - 1 / 3000, 1.0)
+    )
+    torch.testing.assert_close(just_below.mean, pure.mean, atol=0.05, rtol=0)
+    torch.testing.assert_close(just_below.std, pure.std, atol=0.02, rtol=0)
 
 
 def test_guard_has_no_drift_where_the_plain_ratio_has() -> None:

@@ -205,6 +205,9 @@ def test_of_a_phones_photograph_the_first_picture_counts_and_of_a_tiff_with_thum
     [
         (b"", "it is empty, of 0 bytes"),
         (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "HEIC, which phones write"),
+        (b"II*\0\x08\0\0\0", "a TIFF file of pixels that are not read"),
+        (b"v/1\x01\x02\0\0\0", "an HDR picture"),
+        (b"\0\0\0\x0cjP  \r\n", "JPEG 2000: save it as"),
         (b'<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>', "an SVG drawing"),
         (b"<!DOCTYPE html><html>404</html>", "a web page"),
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:00", "a pointer of Git LFS"),

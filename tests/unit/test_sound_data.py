@@ -90,6 +90,13 @@ def not_finite() -> np.ndarray:
     return wave
 
 
+def flac_of_a_pipe() -> bytes:
+    """Whose head says 0 for the number of its samples."""
+    content = bytearray(sound_file(WAVE, kind="FLAC", subtype="PCM_16"))
+    content[22:26] = bytes(4)
+    return bytes(content)
+
+
 BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "empty": (lambda: b"", "broken audio"),
     "truncated WAV": (lambda: sound_file(WAVE)[:-9000], "it is truncated"),
@@ -98,6 +105,7 @@ BROKEN: dict[str, tuple[Callable[[], bytes], str]] = {
     "a text": (lambda: b"not a sound at all, but a line of text\n" * 20, "broken audio"),
     "a web page": (lambda: b"<!doctype html><html>404</html>" * 20, "broken audio"),
     "a picture": (lambda: b"\x89PNG\r\n\x1a\n" + bytes(500), "broken audio"),
+    "FLAC of a pipe": (flac_of_a_pipe, "does not say how long it is, as FLAC files .*: write it anew"),
     "no samples": (lambda: sound_file(WAVE[:0]), "0 of 0 samples can be read"),
     "NaN": (lambda: sound_file(not_finite()), "not finite"),
     "silent": (lambda: sound_file(np.zeros(8000, np.float32)), "that is silent"),

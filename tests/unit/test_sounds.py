@@ -1,6 +1,7 @@
 """Audio beside tokens: an omni model against transformers one by one, rates and formats, broken files, operations."""
 
 import base64
+import io
 from functools import partial
 
 import numpy as np
@@ -184,10 +185,20 @@ def test_audio_of_any_rate_and_format_becomes_one_channel_of_the_rate_of_the_mod
         samples = read_sound(tmp_path / f"a.{kind}", 16000, 30, "a test").samples
         assert samples.dtype == np.float32 and abs(len(samples) - 16000) < 1200
         np.testing.assert_allclose(samples[2000:14000], expected[2000:14000], atol=near)
+    samples = read_sound(file_of(tone.mean(axis=1), "GSM610", 44100), 16000, 30, "a test").samples  # of voice mails
+    np.testing.assert_allclose(samples[2000:14000], expected[2000:14000], atol=0.1)
+
+
+def file_of(samples, subtype, rate=16000):
+    import soundfile
+
+    soundfile.write(file := io.BytesIO(), samples, rate, subtype, format="WAV")
+    return file.getvalue()
 
 
 def broken_rows():
     whole = sound(0.3)
+    scaled = file_of(np.full(4800, 9830.4, np.float32), "FLOAT")
     ask = {"type": "text", "text": "What?"}
 
     def audio(content):
@@ -198,6 +209,8 @@ def broken_rows():
         "truncated flac": (audio(sound(0.3, kind="FLAC")[:2000]), {}, "broken audio"),
         "empty": (audio(b""), {}, "broken audio"),
         "m4a": (audio(b"\0\0\0\x20ftypM4A \0\0\0\0"), {}, "of a kind that is not read, such as AAC in M4A: write"),
+        "adts": (audio(b"\xff\xf1" + bytes(range(200)) * 4), {}, "broken audio .*If a player plays it, write it"),
+        "scaled to 32768": (audio(scaled), {}, "with samples of up to .*: scale it to -1 to 1"),
         "no samples": (audio(sound(0.0)), {}, "0 of 0 samples"),
         "picture": (audio(picture(16, 16)), {}, "broken audio"),
         "too long": (audio(sound(31.0, rate=1000)), {}, "of 31.0 s: at most 30 s"),

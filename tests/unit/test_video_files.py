@@ -59,6 +59,9 @@ def test_a_turned_video_is_upright_with_square_pixels(tmp_path: Path) -> None:
     assert struct.unpack_from(">9i", content, matrix)[8] == 1 << 30
     struct.pack_into(">9i", content, matrix, 0, 1 << 16, 0, -(1 << 16), 0, 0, 48 << 16, 0, 1 << 30)
     assert read_frames(bytes(content), 1, "row 1")[0].size == (48, 96)
+    struct.pack_into(">9i", content, matrix, -(1 << 16), 0, 0, 0, 1 << 16, 0, 64 << 16, 0, 1 << 30)
+    with pytest.raises(DataError, match=r"is shown mirrored, which is not done here: write it anew as it is shown"):
+        read_frames(bytes(content), 1, "row 1")  # OpenCV would turn it upside down
 
 
 def test_an_absurd_pixel_is_refused(tmp_path: Path) -> None:
@@ -161,7 +164,8 @@ def test_a_video_that_varies_its_rate_or_begins_late_is_whole(tmp_path: Path) ->
     """Matroska states no number of frames, and MP4 also that of frames that an edit list hides."""
     varying = write_shades(tmp_path / "a.mkv", [*range(0, 400, 40), 1400, 2400])
     trimmed = write_shades(tmp_path / "a.mp4", range(-400, 400, 40))
-    for path in (varying, trimmed):
+    late = write_shades(tmp_path / "late.mkv", range(1000, 1800, 40))
+    for path in (varying, trimmed, late):
         head = examine_video(path, "row 1", "", 100, 10**6)
         assert head.num_frames < 0.7 * head.stated and not head.is_truncated
     assert shades(varying, 2) == [0, 11]

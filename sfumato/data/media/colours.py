@@ -36,6 +36,9 @@ DEEP_BITS = 12
 PHOTOMETRIC, BITS_PER_SAMPLE, SAMPLE_FORMAT = 262, 258, 339
 """Numbers of TIFF tags: what 0 stands for, how many bits a value has, and of which kind of number it is."""
 
+PLANAR, COMPRESSION = 284, 259
+"""TIFF tags: 2 where each channel is stored apart; 1 where nothing is compressed."""
+
 SIGNED = 2
 """The sample format of signed integers."""
 
@@ -126,6 +129,9 @@ def _to_8_bits(image: Image.Image, is_deep: bool, significant_bits: int | None) 
     # Pillow reads signed values of 8 bits as if they were unsigned: what is below 0 would be the brightest.
     if SIGNED in tags.get(SAMPLE_FORMAT, ()):
         raise ValueError("its values are signed integers: save it with unsigned ones of 8 or 16 bits per channel")
+    # Pillow takes the bytes of such channels for values of 8 bits, which gives stripes or one colour.
+    if tags.get(PLANAR) == 2 and tags.get(COMPRESSION) == 1 and max(tags.get(BITS_PER_SAMPLE, (8,))) > 8:
+        raise ValueError("its channels of 16 bits are stored one after the other: save it interleaved, or compressed")
     if image.mode.startswith("I;16"):
         values = np.asarray(image)
         hidden = image.info.get("transparency")

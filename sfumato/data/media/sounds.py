@@ -29,6 +29,16 @@ LARGEST_KNOWN = 0x7FFFF000
 """A size of 32 bits above this stands for one that is not known: ffmpeg writes all ones, SoX and arecord less."""
 
 
+UNKNOWN_LENGTH = 2**63 - 1
+"""Frames that libsndfile tells of a file that does not state them."""
+
+NOT_RECOGNISED = "Format not recognised"
+"""What libsndfile says of files of other kinds, as of AAC, AMR and WebM."""
+
+LARGEST = 2.0
+"""Largest sample that is clipped to 1.0, as MP3 decoders overshoot; a larger one is of a file of another scale."""
+
+
 @dataclass(frozen=True)
 class Sound:
     """Audio that has been read."""
@@ -53,6 +63,11 @@ def open_sound(source: File, where: str) -> Iterator[SoundFile]:
     refuse_unreadable(source, where)
     try:
         with soundfile.SoundFile(io.BytesIO(source) if isinstance(source, bytes) else str(source)) as file:
+            if file.frames == UNKNOWN_LENGTH:
+                raise DataError(
+                    f"{where}: audio ({describe_source(source)}) that does not say how long it is, as FLAC files that "
+                    "were written into a pipe: write it anew, such as by ffmpeg -i old.flac new.flac"
+                )
             if file.subtype == "MPEG_LAYER_III":
                 _check_length(source, file.frames, file.samplerate, where)
             yield file
@@ -64,7 +79,8 @@ def open_sound(source: File, where: str) -> Iterator[SoundFile]:
                 f"{where}: audio ({describe_source(source)}) of a kind that is not read, such as AAC in M4A: write it "
                 "anew, such as by ffmpeg -i old.m4a new.flac"
             ) from error
-        raise DataError(f"{where}: broken audio ({describe_source(source)}): {error}") from error
+        remedy = " If a player plays it, write it anew: ffmpeg -i old new.flac" if NOT_RECOGNISED in str(error) else ""
+        raise DataError(f"{where}: broken audio ({describe_source(source)}): {error}{remedy}") from error
 
 
 def _check_length(source: File, stated: int, rate: int, where: str) -> None:
@@ -116,6 +132,13 @@ def check_all_there(source: File, samples: np.ndarray, wanted: int, where: str) 
         raise DataError(f"{where}: broken audio ({shown}): it has samples that are not finite")
 
 
+def check_scale(samples: np.ndarray, named: str) -> None:
+    """Raises DataError for samples of another scale than -1 to 1; ``named`` says which sound of which row it is."""
+    largest = float(np.abs(samples).max())
+    if largest > LARGEST:
+        raise DataError(f"{named} with samples of up to {largest:g}: scale it to -1 to 1")
+
+
 def _stated_size(head: bytes) -> int:
     """Bytes that a file says it has, by its head: of WAV, RF64, Wave64, AIFF or AU; 0 where it says none."""
 
@@ -158,8 +181,9 @@ def read_sound(source: File, rate: int, max_seconds: float, where: str) -> Sound
             raise DataError(
                 f"{where}: audio ({shown}) of {stated / file_rate:.1f} s: at most {max_seconds:.0f} s are taken; cut it"
             )
-        samples = file.read(dtype="float32", always_2d=True)
+        samples = file.read(stated, dtype="float32", always_2d=True)  # GSM is not read without a number
     check_all_there(source, samples, stated, where)
+    check_scale(samples, f"{where}: audio ({shown})")
     mono = samples.mean(axis=1)
     import soxr
 

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple, cast
 
 from sfumato.config.process_limits import lower_limit
 from sfumato.data.media.kinds import File
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     import cv2
     from av import VideoFrame
     from av.container import InputContainer
+    from av.sidedata.sidedata import SideDataContainer
     from av.video.stream import VideoStream
 
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,mpeg,mpegvideo,mpegts,flv,asf,ogg"
@@ -79,6 +80,8 @@ class VideoHead(NamedTuple):
     """Whether a frame among the first holds lines of two moments; False without PyAV."""
     is_transparent: bool
     """Whether a frame among the first is not opaque; False without PyAV."""
+    is_mirrored: bool
+    """Whether players show it mirrored, by the matrix that turns its frames upright; False without PyAV."""
     seconds: float
     """Length that the file states, which is not that of ``stated`` frames where its rate varies or a part is cut off by
     an edit list; 0 where it states none, and without PyAV."""
@@ -242,9 +245,9 @@ def _pixel_ratio(video: cv2.VideoCapture) -> float:
     return high / wide if turned % 180 == 90 else wide / high
 
 
-def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool, bool, float]:
+def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool, bool, bool, float]:
     """``primaries`` to ``seconds`` of ``VideoHead``, which OpenCV does not tell."""
-    unknown = UNSPECIFIED, UNSPECIFIED, UNSPECIFIED, False, False, 0.0
+    unknown = UNSPECIFIED, UNSPECIFIED, UNSPECIFIED, False, False, False, 0.0
     try:
         import av
         from av.error import FFmpegError
@@ -262,7 +265,8 @@ def _read_coding(source: str | io.BytesIO) -> tuple[int, int, int, bool, bool, f
             # FFmpeg's decoders of VP8 and VP9 leave out the alpha channel that WebM announces
             is_transparent = stream.metadata.get("alpha_mode") == "1" or any(map(_has_transparency, first))
             is_interlaced = any(frame.interlaced_frame for frame in first)
-            return *code_points, is_interlaced, is_transparent, _stated_seconds(container, stream)
+            is_mirrored = any(map(_is_mirrored, first))
+            return *code_points, is_interlaced, is_transparent, is_mirrored, _stated_seconds(container, stream)
     except (FFmpegError, ValueError):  # whether frames can be read is for OpenCV to say
         return unknown
 
@@ -274,6 +278,15 @@ def _has_transparency(frame: VideoFrame) -> bool:
     return bool(frame.to_ndarray(format="rgba")[..., 3].min() < 255)
 
 
+def _is_mirrored(frame: VideoFrame) -> bool:
+    """Whether the matrix by which a frame is shown mirrors it, of which OpenCV follows the rotation alone."""
+    for data in cast("SideDataContainer", frame.side_data):
+        if data.type.name == "DISPLAYMATRIX":
+            a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
+            return a * d - b * c < 0
+    return False
+
+
 def _stated_seconds(container: InputContainer, stream: VideoStream) -> float:
     """``VideoHead.seconds``: of the pictures, where the container says it apart from that of the sound."""
     import av
@@ -282,7 +295,8 @@ def _stated_seconds(container: InputContainer, stream: VideoStream) -> float:
         return float(stream.duration * stream.time_base)
     if tag := re.match(r"(\d+):(\d+):(\d+\.?\d*)", stream.metadata.get("DURATION", "")):  # of Matroska and WebM
         hours, minutes, seconds = map(float, tag.groups())
-        return 3600 * hours + 60 * minutes + seconds
+        start = float(stream.start_time * stream.time_base) if stream.start_time and stream.time_base else 0.0
+        return 3600 * hours + 60 * minutes + seconds - start  # the tag is the end of the last frame
     return (container.duration or 0) / av.time_base
 
 

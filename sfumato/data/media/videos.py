@@ -165,6 +165,11 @@ def _examine(source: File, where: str, most_frames: int) -> VideoHead:
             f"{where}: video ({shown}) has transparent parts, below which any colours may lie: lay it over one colour "
             "(ffmpeg's filters color and overlay)"
         )
+    if head.is_mirrored:
+        raise DataError(
+            f"{where}: video ({shown}) is shown mirrored, which is not done here: write it anew as it is shown "
+            "(ffmpeg -i old.mp4 new.mp4)"
+        )
     stretch = max(head.pixel_ratio, 1 / head.pixel_ratio)
     if stretch > WIDEST_PIXEL:
         raise DataError(

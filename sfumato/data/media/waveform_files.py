@@ -6,15 +6,12 @@ import numpy as np
 
 from sfumato.data.media.kinds import File
 from sfumato.data.media.pictures import describe_source
-from sfumato.data.media.sounds import check_all_there, open_sound
+from sfumato.data.media.sounds import check_all_there, check_scale, open_sound
 from sfumato.errors import DataError
 from sfumato.tracking.waveforms import FULL_SCALE
 
 VERSION = 3
 """Raise it when the same files become other waveforms, so that stored latents are not used any more."""
-
-LARGEST = 2.0
-"""Largest sample that is clipped to 1.0, as MP3 decoders overshoot; a larger one is of a file of another scale."""
 
 LEAST_FILLED = 0.1
 """Smallest share of the wanted length that a sound may have; the rest becomes silence."""
@@ -75,10 +72,8 @@ def to_waveform(
     """
     import soxr
 
-    largest = float(np.abs(samples).max())
-    if largest > LARGEST:
-        raise DataError(f"{named} with samples of up to {largest:g}: scale it to -1 to 1")
-    if largest == 0:
+    check_scale(samples, named)
+    if not samples.any():
         raise DataError(f"{named} that is silent: its first {milliseconds / 1000:g} s are zeros")
     if len(samples) < LEAST_FILLED * milliseconds * file_rate / 1000:
         raise DataError(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.diffusion.encoded import EncodedBatch
 from sfumato.parallel.shards import trainable_parameters
@@ -58,10 +60,28 @@ def denoiser_flops(
     embeddings = {name: tensor[:1].to("meta") for name, tensor in example.items()}
     latents = torch.empty(1, *model.latent_shape(height, width, model.frames), device="meta")
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
+        with refusing_other_inputs(model):
+            velocity = shadow.denoise(latents, torch.empty(1, device="meta"), embeddings)
         forward = counter.get_total_flops()
         velocity.sum().backward()
     return DenoiserFlops(forward, counter.get_total_flops())
+
+
+@contextmanager
+def refusing_other_inputs(model: DiffusionModel) -> Iterator[None]:
+    """Inside, a denoiser on meta is called; raises ConfigError where it has other inputs than its family gives it.
+
+    One that fills, edits or follows a control image has further channels, and may be saved as the plain pipeline.
+    """
+    try:
+        yield
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"model: the {model.denoiser_name} has other inputs than {model.pipeline_class} gives it ({reason:.300}). "
+            "One that fills a mask, edits or follows a control image goes with a pipeline of its own: take the "
+            f"folder, or the {model.denoiser_name}, that was published for {model.pipeline_class}"
+        ) from error
 
 
 def meta_denoiser(model: DiffusionModel) -> nn.Module:

@@ -20,7 +20,7 @@ from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.data.text.format import TextFormat
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel
-from sfumato.models.diffusion.flops import meta_denoiser, with_denoiser
+from sfumato.models.diffusion.flops import meta_denoiser, refusing_other_inputs, with_denoiser
 from sfumato.models.diffusion.folder_parts import component_class, names_part
 from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
@@ -411,8 +411,9 @@ def plan_diffusion_model(
         negative = tensors if model.takes_image else {name: tensor[:1] for name, tensor in tensors.items()}
         scale = guidance_scale if layout.cfg == 1 else 1.0
         latents = torch.empty(rows, *latent_shape)
-        sigma = torch.empty(rows)
-        return shadow.predict_velocity(latents, sigma, Conditioning(tensors, negative, model.takes_image), scale)
+        conditioning = Conditioning(tensors, negative, model.takes_image)
+        with refusing_other_inputs(model):
+            return shadow.predict_velocity(latents, torch.empty(rows), conditioning, scale)
 
     def run(module: nn.Module) -> Tensor:
         velocity = predict(module, rows, guidance_scale)
