@@ -74,7 +74,10 @@ class ChatAgent(RolloutKind):
                     damage = f"the agent: {describe(error, self.timeout_s)}"
         if session.error is not None:
             raise session.error
-        text, metadata, problem = _read(result)
+        try:
+            text, metadata, problem = _read(result)
+        except Exception as error:  # of the object's own methods, or of an integer beyond the largest float
+            text, metadata, problem = None, {}, f"what the agent returned cannot be read: {describe(error)}"
         sequences = session.sequences
         # The first cause counts: an agent that raised has returned nothing that could be read.
         damage = damage or problem or ("" if sequences else "the agent made no call of the policy that was answered")

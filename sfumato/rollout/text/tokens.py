@@ -37,7 +37,7 @@ class TokenSequence:
     versions: np.ndarray
     """int32 ``[L]``: version of the policy that drew each token; -1 elsewhere."""
     finish_reason: FinishReason = "stop"
-    """Of the last turn."""
+    """Of the last turn; ``length``, too, where the sample ended at its limit of turns."""
     images: MediaRefs | None = None
     """The images of the prompt."""
 
