@@ -23,6 +23,7 @@ _RAISED_DIGITS = re.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+"
 _LOWERED_DIGITS = re.compile("(?<=[0-9])[\u2080-\u2089]+")
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
 _CHOICE_BEGINS = re.compile(r"\A(?:\\\(|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_`\s$])+")
+_LAST_SPACES = re.compile(r"(?:(?<!\\)\\[ ,;:!]|[~\s])+$")
 _COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 
 Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
@@ -74,7 +75,15 @@ def last_boxed(text: str) -> str | None:
         # boxes may stand within each other: the one that begins last counts
         elif open_braces and (start := open_braces.pop()) is not None and (span is None or start > span[0]):
             span = (start, match.start())
-    return None if span is None else text[slice(*span)]
+    return None if span is None else strip_latex(text[slice(*span)])
+
+
+def strip_latex(text: str) -> str:
+    r"""A text without spaces around it, those of LaTeX such as ``\ `` and ``\,`` included.
+
+    Of ``12\ `` the usual ``strip`` leaves a backslash, which then stands before the brace of a box.
+    """
+    return _LAST_SPACES.sub("", text).strip()
 
 
 def same_text(first: str, second: str) -> bool:

@@ -245,7 +245,7 @@ MOST_LINES = {
     "train_dit": 24_300,
     "train_dit_dpo": 25_600,
     "train_image_tokenizer": 27_050,
-    "train_omni": 37_300,
+    "train_omni": 37_350,
     "train_text": 27_700,
     "train_text_dpo": 27_450,
     "train_text_kto": 27_650,
