@@ -86,6 +86,21 @@ class Broken:
         }[self.how]
 
 
+class Spends:
+    """One that changes what it is given."""
+
+    def __init__(self, lives):
+        self.lives = lives
+
+    def reset(self, prompt):
+        prompt.metadata["number"] = "spent"
+        prompt.messages.clear()
+
+    def step(self, action):
+        self.lives.pop()
+        return "Go on.", float(len(self.lives)), False
+
+
 class NoStep:
     def reset(self, prompt):
         return None
@@ -133,6 +148,14 @@ def test_async_methods_and_the_prompt_as_it_stands():
     drawn, _, engine = draw("Later", [f"9{END}", f"7{END}"])
     assert engine.prompts[0].endswith(f"user\nGuess!{END}\n<|im_start|>assistant\n")
     assert drawn.metadata["environment_rewards"] == [0.0, 1.0] and drawn.messages[2]["content"] == "Lower."
+
+
+def test_an_environment_changes_nothing_for_other_samples():
+    arguments = {"lives": [1, 2, 3]}
+    for _ in range(2):
+        drawn, sample, engine = draw("Spends", [f"9{END}", f"9{END}"], max_turns=2, arguments=arguments)
+        assert drawn.metadata["environment_rewards"] == [2.0, 1.0] and sample.metadata["number"] == "7"
+        assert "Guess!" in engine.prompts[0] and len(drawn.messages) == 4
 
 
 def test_without_a_chat_template_texts_follow_each_other():

@@ -51,6 +51,11 @@ class TextPrompt:
     images: MediaRefs | None = None
     """The media in the prompt."""
 
+    def copy_for_sample(self) -> TextPrompt:
+        """The same for a user's code, which may change what it is given without changing it for other samples."""
+        metadata, messages, tools = copy.deepcopy((self.metadata, self.messages, self.tools))
+        return replace(self, metadata=metadata, messages=messages, tools=tools)
+
 
 def load_text_prompts(
     config: TextPromptDataConfig,

@@ -105,7 +105,7 @@ class Agent(ChatAgent):
 
     async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> object:
         named = {"base_url": base_url, "api_key": api_key, "model": model}
-        return await call_own(import_function(self.path), prompt, timeout_s=None, **named)
+        return await call_own(import_function(self.path), prompt.copy_for_sample(), timeout_s=None, **named)
 
 
 def _read(result: object) -> tuple[str | None, dict[str, object], str]:

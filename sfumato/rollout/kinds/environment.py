@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -138,8 +139,8 @@ class _Play:
 
     async def reset(self, cls: Callable[..., object]) -> None:
         """Builds the environment from the user's class, and the sequence from its first observation."""
-        self.environment = await self._call(cls, **self.kind.arguments)
-        first = await self._call(self.environment.reset, self.prompt)
+        self.environment = await self._call(cls, **copy.deepcopy(self.kind.arguments))
+        first = await self._call(self.environment.reset, self.prompt.copy_for_sample())
         ids = self.prompt.token_ids
         if first is not None:
             with self._reading("reset"):
