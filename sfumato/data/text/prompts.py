@@ -21,6 +21,7 @@ from sfumato.data.prompt_loader import PromptLoader
 from sfumato.data.shared_rows import shared_line
 from sfumato.data.text.chat_message import Messages, as_text
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
+from sfumato.data.text.shown_messages import tool_names
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -156,6 +157,11 @@ def encode_rows(
         where = rows.describe(index)
         row = read(filed_row(rows, index), where)
         shown_tools = row.tools or tools
+        if tools and (unknown := sorted(set(tool_names(row.tools or ())) - set(tool_names(tools)))):
+            raise DataError(
+                f"{where}: its column tools offers {unknown[0]}, calls of which nothing would answer: name the function "
+                "in rollout.kind.use, or leave the column out"
+            )
         messages = template.messages_of(row.content, where)
         images = None
         text = row.content if messages is None else template.render(messages, where, shown_tools)
