@@ -159,8 +159,8 @@ def encode_rows(
         shown_tools = row.tools or tools
         if tools and (unknown := sorted(set(tool_names(row.tools or ())) - set(tool_names(tools)))):
             raise DataError(
-                f"{where}: its column tools offers {unknown[0]}, calls of which nothing would answer: name the function "
-                "in rollout.kind.use, or leave the column out"
+                f"{where}: its column tools offers {unknown[0]}, calls of which nothing would answer: name the "
+                "function in rollout.kind.use, or leave the column out"
             )
         messages = template.messages_of(row.content, where)
         images = None
