@@ -35,6 +35,7 @@ def value(reward, text, **metadata):
         ("marker", "##### 42", "42"),
         ("marker", "####", None),
         ("marker", "#### \n42", None),
+        ("marker:", "**Answer:**\n\n42\nor so", "42"),
         ("boxed", r"\boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         ("boxed", r"\boxed{a \boxed{b} c}", "b"),
         ("boxed", r"\fbox{x} \boxed {\{1, 2\}}", r"\{1, 2\}"),
@@ -55,7 +56,7 @@ def value(reward, text, **metadata):
     ],
 )
 def test_what_is_taken_out_of_an_answer(how, text, expected):
-    assert extract_answer(text, how, "####") == expected
+    assert extract_answer(text, how.removesuffix(":"), "Answer:" if how.endswith(":") else "####") == expected
 
 
 def test_many_open_boxes_take_no_quadratic_time():
@@ -87,6 +88,9 @@ def test_many_open_boxes_take_no_quadratic_time():
         ("", "x", False),
         ("1e2", "100", True),
         ("1e9999999999", "1", False),
+        (r"\(34\)", "34", True),
+        (r"$\boxed{34}$", "34", True),
+        (r"\[ 34 \]", r"\boxed{35}", False),
     ],
 )
 def test_what_counts_as_the_same(first, second, same):
