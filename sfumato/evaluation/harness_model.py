@@ -84,11 +84,14 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """For each context and continuation the log-likelihood of the continuation, and whether it is greedy."""
         del kwargs
-        # what is longer than the model takes loses its beginning
-        sequences = [(context + continuation)[-self.max_length :] for _, context, continuation in requests]
+        longest = max((len(continuation) for _, _, continuation in requests), default=0)
+        if longest > self.max_length:
+            raise ConfigError(f"a task asks how likely {longest} tokens are, and the model takes {self.max_length}")
+        # what is longer than the model takes loses its beginning; the last token of all is asked for and not read
+        sequences = [(context + continuation)[-self.max_length - 1 :] for _, context, continuation in requests]
         order = sorted(range(len(requests)), key=lambda index: -len(sequences[index]))
         answers: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
-        engine = cast("EmbeddedEngine", self.model.engine(max(map(len, sequences))))
+        engine = cast("EmbeddedEngine", self.model.engine(max(map(len, sequences)) - 1))
         for batch in _batches(order, [len(sequence) for sequence in sequences]):
             scored = engine.score([sequences[index] for index in batch])
             for index, (log_probs, is_likeliest) in zip(batch, scored, strict=True):

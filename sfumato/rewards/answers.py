@@ -23,7 +23,8 @@ _RAISED_DIGITS = re.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+"
 _LOWERED_DIGITS = re.compile("(?<=[0-9])[\u2080-\u2089]+")
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
 _CHOICE_BEGINS = re.compile(r"\A(?:\\\(|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_`\s$])+")
-_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
+_LAST_SPACES = re.compile(r"(?:(?<!\\)\\[ ,;:!]|[~\s])+$")
+_COMMAND = re.compile(r"\\(?:(?:text|textbf|mathrm|mathbf|boxed)\{([^{}]*)\}|\((.*)\\\)|\[(.*)\\\])")
 
 Extraction = Literal["all", "marker", "boxed", "tags", "last_number"]
 
@@ -37,7 +38,7 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
             the last ``\boxed{}``; ``tags``: in the last ``<answer></answer>``; ``last_number``:
             the last decimal number, with its commas, sign and exponent.
         marker: as it is written; asterisks, underscores and backticks around what follows it are removed, and may stand
-            before the colon that ends it, as in ``**Answer**: B``.
+            before the colon that ends it, as in ``**Answer**: B``. Behind a colon the answer may be in another line.
 
     Returns:
         That part without spaces around it; None when there is none, or when it is empty.
@@ -57,9 +58,12 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
 
 
 def _after_last(marker: str, text: str) -> str:
-    """What follows the last marker, before whose colon a model may have ended its emphasis; empty without a marker."""
+    """What follows the last marker; empty without one.
+
+    Before a colon a model may have ended its emphasis, and go on in another line, as DAPO's verifier allows, too.
+    """
     if marker.endswith(":"):
-        emphasised = re.compile(re.escape(marker.removesuffix(":")) + r"[*_`]*:")
+        emphasised = re.compile(re.escape(marker.removesuffix(":")) + r"[*_`]*:[*_`\s]*")
         return text[max((match.end() for match in emphasised.finditer(text)), default=len(text)) :]
     return text.rpartition(marker)[2] if marker in text else ""
 
@@ -74,15 +78,23 @@ def last_boxed(text: str) -> str | None:
         # boxes may stand within each other: the one that begins last counts
         elif open_braces and (start := open_braces.pop()) is not None and (span is None or start > span[0]):
             span = (start, match.start())
-    return None if span is None else text[slice(*span)]
+    return None if span is None else strip_latex(text[slice(*span)])
+
+
+def strip_latex(text: str) -> str:
+    r"""A text without spaces around it, those of LaTeX such as ``\ `` and ``\,`` included.
+
+    Of ``12\ `` the usual ``strip`` leaves a backslash, which then stands before the brace of a box.
+    """
+    return _LAST_SPACES.sub("", text).strip()
 
 
 def same_text(first: str, second: str) -> bool:
     """Whether two answers are the same but for spelling.
 
-    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks, dollar signs or a
-    LaTeX command for text around all of it and without a full stop at the end. Digits raised or lowered behind a digit
-    stay apart from it, as 10^2. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
+    Compared are their forms NFKC, case folded, spaces within collapsed, without quotation marks, signs of a formula,
+    a box or a LaTeX command for text around all of it and without a full stop at the end. Digits raised or lowered
+    behind a digit stay apart from it, as 10^2. Two decimal numbers are compared as numbers, so that 1,000 is 1000.0.
     """
     first, second = _normalise_spelling(first), _normalise_spelling(second)
     if _WHOLE_NUMBER.fullmatch(first) and _WHOLE_NUMBER.fullmatch(second):
@@ -98,7 +110,7 @@ def _normalise_spelling(text: str) -> str:
     while len(text) > 1 and ((text[0], text[-1]) in _QUOTES or text[-1] == "."):
         text = text[:-1].strip() if text[-1] == "." else text[1:-1].strip()
     if command := _COMMAND.fullmatch(text):
-        text = command.group(1).strip()
+        text = command[command.lastindex or 0].strip()
     return text.removeprefix("$").strip() if _WHOLE_NUMBER.fullmatch(text[1:].strip()) else text
 
 

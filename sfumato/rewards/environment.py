@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, cast
 
 from sfumato.rewards.base import Failure, Reward, Sample
 
@@ -29,4 +29,5 @@ class EnvironmentReward(Reward):
         if isinstance(value, bool) or not isinstance(value, numbers.Real):
             columns = ", ".join(sorted(sample.metadata)) or "none"
             return Failure(f"the rollout gave no number {self.key!r}; what it gave is {columns}")
-        return float(value)
+        # whoever calls score checks it: of an integer beyond the largest float only its own sample has no value
+        return cast(float, value)

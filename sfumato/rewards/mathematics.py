@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
-from sfumato.rewards.answers import AnswerReward, extract_answer, text_of
+from sfumato.rewards.answers import AnswerReward, extract_answer, strip_latex, text_of
 from sfumato.rewards.base import Failure, Sample
 from sfumato.rewards.scoring.workers import pool_of
 
@@ -156,7 +156,23 @@ def _are_equal(target: str, text: str) -> bool:
         raise DataError(
             f"math-verify reads no mathematics in the target {target!r}: write it in LaTeX, such as \\frac{{1}}{{2}}"
         )
-    return verify(gold, parse(text, parsing_timeout=None), timeout_seconds=None)
+    answer = parse(text, parsing_timeout=None)
+    return verify(gold, answer, timeout_seconds=None) and not differ_far_below_one(gold[:1], answer[:1])
+
+
+def differ_far_below_one(gold: Sequence[object], answer: Sequence[object]) -> bool:
+    """Whether two numbers below 0.001 differ by more than a thousandth of them.
+
+    math-verify rounds to 6 decimals, to which Planck's constant is any other small number. False for what is no number.
+    """
+    from sympy import Expr, N
+
+    numbers = [N(part.doit()) for part in (*gold, *answer) if isinstance(part, Expr)]
+    if len(numbers) < 2 or not all(number.is_number and number.is_finite for number in numbers):
+        return False
+    first, second = numbers
+    larger = max(abs(first), abs(second))
+    return bool(larger < 1e-3 and abs(first - second) > 1e-3 * larger)
 
 
 def in_box(text: str) -> str:
@@ -188,7 +204,7 @@ def _write_as_fraction(mixed: re.Match[str]) -> str:
 
 def _write_plainly(content: str) -> str:
     r"""What stands in a box: ``1e-05`` (Euler's number to math-verify), ``10 000`` (a product), ``36.`` (nothing)."""
-    content = _name_currency(content.strip().removesuffix(".").strip())
+    content = _name_currency(strip_latex(strip_latex(content).removesuffix(".")))
     if match := _WITH_EXPONENT.fullmatch(content):
         return rf"{match[1]} \times 10^{{{int(match[2])}}}"
     return content.replace(" ", "") if _GROUPS_OF_DIGITS.fullmatch(content) else content

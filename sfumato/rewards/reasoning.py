@@ -138,7 +138,9 @@ class Verifier:
 
     def _start(self) -> KeptProgram:
         files = {"verifier.py": _VERIFIER.read_bytes()}
-        program = KeptProgram(sandbox(), [PYTHON, "-I", "-S", "/tmp/verifier.py"], files)
+        # some problems follow from hashes of texts; without -I the variable counts, and -P keeps /tmp out of the path
+        command = ["/usr/bin/env", "PYTHONHASHSEED=0", PYTHON, "-s", "-P", "-S", "/tmp/verifier.py"]
+        program = KeptProgram(sandbox(), command, files)
         program.ask(json.dumps({"paths": _folders()}).encode(), _START_S, _MOST_BYTES)
         return program
 

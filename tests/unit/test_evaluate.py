@@ -220,6 +220,8 @@ def benchmark(tmp_path_factory):
         {"question": f"reverse {word}", "choices": [" " + word, " " + word[::-1]], "answer": 1, "written": word[::-1]}
         for word in ("abc", "hello", "xy", "sfumato", "a long question of several words")
     ]
+    long_text = "a text of more tokens than the model has positions " * 12
+    rows.append({"question": long_text, "choices": [" a", " b"], "answer": 0, "written": "a"})
     data = folder / "rows.jsonl"
     data.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
     for name, task in TASKS.items():

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,6 +57,21 @@ def test_problems_are_a_function_of_their_arguments(gym):
     )
     assert [row["metadata"]["index"] for row in rows] == [0, 1, 2, 3, 4]
     assert all(isinstance(row["question"], str) and int(row["answer"]) is not None for row in rows)
+
+
+def test_problems_that_each_process_would_make_otherwise_are_refused(monkeypatch):
+    flags = SimpleNamespace(hash_randomization=1)
+    monkeypatch.setattr("sfumato.data.synthetic.reasoning_gym.sys", SimpleNamespace(flags=flags))
+    with pytest.raises(ConfigError, match=r"'word_ladder' .* export PYTHONHASHSEED=0 before the run"):
+        load("word_ladder", 1, 1)
+
+
+def test_problems_of_a_fixed_hash_seed_are_made_again(reward):
+    program = "import json, sys; from sfumato.data.synthetic.reasoning_gym import load; sys.path[:] = sys.argv[1:]; "
+    program += "print(json.dumps(load('word_ladder', 1, 1)))"
+    environment = os.environ | {"PYTHONHASHSEED": "0"}
+    (row,) = json.loads(subprocess.check_output([sys.executable, "-c", program, *sys.path], env=environment))
+    assert reward.score([sample(row, f"<answer>{row['answer']}</answer>")]) == [1.0]
 
 
 def test_tasks_and_parameters_that_are_not_there_are_refused_by_name(gym):

@@ -5,11 +5,12 @@ import os
 from pathlib import Path
 
 import pytest
+from sympy import sympify
 
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.rewards.answers import ExactAnswer, Format, MultipleChoice, extract_answer, last_boxed, same_text
 from sfumato.rewards.base import Sample
-from sfumato.rewards.mathematics import MathAnswer, in_box, write_plain_numbers
+from sfumato.rewards.mathematics import MathAnswer, differ_far_below_one, in_box, write_plain_numbers
 from sfumato.rewards.scoring.scorer import Scorer
 
 
@@ -34,6 +35,7 @@ def value(reward, text, **metadata):
         ("marker", "##### 42", "42"),
         ("marker", "####", None),
         ("marker", "#### \n42", None),
+        ("marker:", "**Answer:**\n\n42\nor so", "42"),
         ("boxed", r"\boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
         ("boxed", r"\boxed{a \boxed{b} c}", "b"),
         ("boxed", r"\fbox{x} \boxed {\{1, 2\}}", r"\{1, 2\}"),
@@ -54,7 +56,7 @@ def value(reward, text, **metadata):
     ],
 )
 def test_what_is_taken_out_of_an_answer(how, text, expected):
-    assert extract_answer(text, how, "####") == expected
+    assert extract_answer(text, how.removesuffix(":"), "Answer:" if how.endswith(":") else "####") == expected
 
 
 def test_many_open_boxes_take_no_quadratic_time():
@@ -86,6 +88,9 @@ def test_many_open_boxes_take_no_quadratic_time():
         ("", "x", False),
         ("1e2", "100", True),
         ("1e9999999999", "1", False),
+        (r"\(34\)", "34", True),
+        (r"$\boxed{34}$", "34", True),
+        (r"\[ 34 \]", r"\boxed{35}", False),
     ],
 )
 def test_what_counts_as_the_same(first, second, same):
@@ -260,6 +265,7 @@ def test_one_expression_is_shown_to_math_verify(text, shown):
         (r"\boxed{10{,}000+\pi}", r"\boxed{10000+\pi}"),
         (r"\boxed{10,\!000}", r"\boxed{10000}"),
         (r"\boxed{x = 2\ 1/2}", r"\boxed{x = 5/2}"),
+        (r"\boxed{12\ } and \boxed{12.\,}", r"\boxed{12} and \boxed{12}"),
         (r"\boxed{36.} and \boxed{1e-05}", r"\boxed{36} and \boxed{1 \times 10^{-5}}"),
         ("\\boxed{\u20ac18}", r"\boxed{\$18}"),
         ("it is 10 000. So 3 1/2, x^2 1/2", "it is 10 000. So 7/2, x^2 1/2"),
@@ -276,6 +282,16 @@ def test_a_target_that_is_tried_as_an_answer_is_found_in_it(extract, target):
     answer = MathAnswer(extract=extract).write_answer(target)
     part = extract_answer(answer, extract, "####")
     assert part is not None and in_box(part).split() == in_box(target).split()
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "differ"),
+    [("6.63e-34", "1.6e-19", True), ("2**-99", "2**-98", True), ("1e-9", "0", True), ("1e-9*I", "2e-9*I", True),
+     ("6.63e-34", "6.6301e-34", False), ("1/3", "0.333333", False), ("0", "sin(pi)", False), ("x", "1e-9*x", False),
+     ("oo", "oo", False)],
+)  # fmt: skip
+def test_small_numbers_are_compared_by_their_digits(gold, answer, differ):
+    assert differ_far_below_one([sympify(gold)], [sympify(answer)]) == differ
 
 
 @pytest.fixture(scope="module")
@@ -322,6 +338,10 @@ def math_reward():
         (r"\boxed{2 1/2}", 2.5, True),
         (r"\boxed{36.}", 36, True),
         (r"\boxed{36 dollars}", 36, True),
+        (r"\boxed{12\ }", 12, True),
+        (r"\boxed{1.6 \times 10^{-19}}", r"6.63 \times 10^{-34}", False),
+        (r"\boxed{6.6301e-34}", r"6.63 \times 10^{-34}", True),
+        (r"\boxed{0}", r"10^{-9}", False),
     ],
 )
 def test_mathematical_equality(math_reward, text, answer, equal):

@@ -51,6 +51,8 @@ def test_right_and_wrong_programs_in_every_layout(reward):
     wrong = ADD.replace("+", "*")
     assert [value(reward, code, ASSERTIONS) for code in (ADD, wrong, "", "def add(:")] == [1, 0, 0, 0]
     assert [value(reward, code, CHECK, entry_point="add") for code in (ADD, wrong, "")] == [1, 0, 0]
+    method = "class Solution:\n    def add(self, a, b):\n        return a + b"  # as LeetCode has it
+    assert [value(reward, code, CHECK, entry_point="Solution().add") for code in (method, ADD)] == [1, 0]
 
 
 def test_an_answer_is_compiled_as_a_program_of_its_own(reward):
@@ -178,6 +180,7 @@ def test_a_program_that_never_ends_is_wrong_and_not_a_failure():
         ("[1", {}, "no JSON"),
         (CHECK, {}, "entry_point"),
         (CHECK, {"entry_point": 1}, "must be texts"),
+        (CHECK, {"entry_point": "add two"}, "its entry_point is no Python"),
         (["assert True"], {"setup": "def"}, "no Python"),
     ],
 )
@@ -262,6 +265,14 @@ def test_where_the_code_of_an_answer_stands():
 
 def test_outputs_are_compared_without_spaces_at_the_ends():
     assert same_output("1 \n2\n\n", "1\n2") and not same_output("1\n\n2", "1\n2") and not same_output("1 2", "12")
+
+
+@pytest.mark.parametrize(
+    "actual", ["0.3333 7", "0.333333 7", "0.3333333333 7", "0.333333  7", "0.333333 8", "x 7", "nan 7"]
+)
+def test_decimals_may_be_printed_with_other_digits(actual):
+    assert same_output(actual, "0.33333333 7") == (actual in ("0.333333 7", "0.3333333333 7"))
+    assert same_output("1.0\n-0.0", "1.00\n0.00") and not same_output("1000000007", "1000000008")
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,7 @@ def test_a_conversation_that_goes_on_is_one_sequence():
         assert first["usage"]["prompt_tokens"] == len(TOKENIZER(prompt_text)["input_ids"])
         second = ask([*messages, said(first), user("Sure?")])
         assert second["choices"][0]["message"]["content"] == "yes "
+        prompt.metadata.clear()  # which is a copy for this sample
         return {"reward": 0.5, "turns": 2}
 
     drawn, sample, engine = draw(do, [f"two{END}", f"yes {END}"])
@@ -247,6 +248,11 @@ WRONG = [
     ({"messages": None, "path": "completions", "prompt": [10**30]}, 400, "prompt must be one text"),
     ({"messages": None, "path": "completions", "prompt": [-1]}, 400, "prompt must be one text"),
     ({"messages": [], "max_tokens": 10**30}, 400, "max_tokens must be a positive integer"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, 400, "tool_calls must be a list of calls"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [5]}]}, 400, "must have a function"),
+    ({"messages": [], "path": "completions", "prompt": [10**6]}, 400, "token ids must be below"),
+    ({"messages": [], "max_completion_tokens": 0, "max_tokens": 5}, 400, "must be a positive integer"),
+    ({"messages": [], "enable_thinking": False}, 400, "set data.chat_template_options for the run"),
     ({"messages": [], "stream": True, "stream_options": "text"}, 400, "stream_options must be an object"),
     ({"messages": [], "stream": True, "stream_options": [1]}, 400, "stream_options must be an object"),
 ]
@@ -282,6 +288,7 @@ def test_an_agent_that_asks_nothing_or_returns_something_else():
     for result, why in (
         (float("nan"), "returned nan as its reward"),
         ({"text": 3}, "a text of type int"),
+        (10**400, "cannot be read: OverflowError"),
         ([], r"\[\]"),
     ):
 

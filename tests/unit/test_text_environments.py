@@ -4,6 +4,7 @@ import asyncio
 import re
 import time
 
+import numpy as np
 import pytest
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
@@ -76,7 +77,28 @@ class Broken:
             raise SystemExit(3)
         if self.how == "user":
             raise MissingDependencyError("pip install game")
-        return {"two": ("x", 1), "reward": ("x", "much", False), "nan": ("x", float("nan"), False)}[self.how]
+        return {
+            "two": ("x", 1),
+            "reward": ("x", "much", False),
+            "nan": ("x", float("nan"), False),
+            "vast": ("x", 10**400, False),
+            "array": ("x", 0.0, np.array([True, False])),
+        }[self.how]
+
+
+class Spends:
+    """One that changes what it is given."""
+
+    def __init__(self, lives):
+        self.lives = lives
+
+    def reset(self, prompt):
+        prompt.metadata["number"] = "spent"
+        prompt.messages.clear()
+
+    def step(self, action):
+        self.lives.pop()
+        return "Go on.", float(len(self.lives)), False
 
 
 class NoStep:
@@ -128,6 +150,14 @@ def test_async_methods_and_the_prompt_as_it_stands():
     assert drawn.metadata["environment_rewards"] == [0.0, 1.0] and drawn.messages[2]["content"] == "Lower."
 
 
+def test_an_environment_changes_nothing_for_other_samples():
+    arguments = {"lives": [1, 2, 3]}
+    for _ in range(2):
+        drawn, sample, engine = draw("Spends", [f"9{END}", f"9{END}"], max_turns=2, arguments=arguments)
+        assert drawn.metadata["environment_rewards"] == [2.0, 1.0] and sample.metadata["number"] == "7"
+        assert "Guess!" in engine.prompts[0] and len(drawn.messages) == 4
+
+
 def test_without_a_chat_template_texts_follow_each_other():
     drawn, _, engine = draw("Guess", ["9<|endoftext|>", "7<|endoftext|>"], chat="none")
     text = TOKENIZER.decode(drawn.sequences[0].token_ids)
@@ -138,6 +168,7 @@ def test_without_a_chat_template_texts_follow_each_other():
 def test_limits():
     drawn, _, engine = draw("Guess", [f"5{END}"] * 3, max_turns=2)
     assert drawn.is_truncated and len(engine.requests) == 2 and not drawn.metadata["environment_done"]
+    assert drawn.sequences[0].finish_reason == "length", "which rollout/truncated counts"
     assert TOKENIZER.decode(drawn.sequences[0].token_ids).endswith(f"5{END}"), "nothing after the last turn"
     drawn, sample, _ = draw("Guess", [f"5{END}"] * 3, limits=LengthLimits(10, 3000))
     assert drawn.is_truncated and drawn.num_tokens == 2 and not sample.damage
@@ -153,6 +184,8 @@ BROKEN = {
     "two": "step must return (observation, reward, done), not ('x', 1)",
     "reward": "step gave the reward 'much', which is no finite number",
     "nan": "step gave the reward nan, which is no finite number",
+    "vast": f"step gave the reward 1{199 * '0'}, which is no finite number",
+    "array": "what step returned cannot be read: ValueError: The truth value of an array",
 }
 
 
@@ -160,7 +193,7 @@ BROKEN = {
 def test_what_goes_wrong_is_the_samples_own(monkeypatch, how):
     monkeypatch.setattr(Broken, "how", how)
     drawn, sample, _ = draw("Broken", [f"5{END}"], timeout_s=0.2)
-    assert sample.damage == f"{__name__}:Broken: {BROKEN[how]}"
+    assert sample.damage.startswith(f"{__name__}:Broken: {BROKEN[how]}")
     assert drawn.num_tokens == (0 if how in ("reset", "observation") else 2)
 
 

@@ -102,9 +102,11 @@ def test_variables_and_tools_reach_the_template(tmp_path):
     tool, other = ({"type": "function", "function": {"name": name}} for name in ("add", "sub"))
     rows = [{"prompt": "a"}, {"prompt": "b", "tools": [other]}]
     options = {"chat_template": str(tmp_path / "t.jinja"), "chat_template_options": {"mood": "glad"}}
-    prompts, _ = load(config_of(tmp_path, rows, **options), tools=[tool])
-    assert [text_of(prompt) for prompt in prompts] == ["[add]a|glad", "[sub]b|glad"]
-    assert [prompt.tools for prompt in prompts] == [[tool], [other]]
+    prompts, _ = load(config_of(tmp_path, rows, **options), tools=[tool, other])
+    assert [text_of(prompt) for prompt in prompts] == ["[add][sub]a|glad", "[sub]b|glad"]
+    assert [prompt.tools for prompt in prompts] == [[tool, other], [other]]
+    with pytest.raises(DataError, match="line 2: its column tools offers sub, calls of which nothing would answer"):
+        load(config_of(tmp_path, rows, **options), tools=[tool])
 
 
 GSM = "Natalia sold 48/2 = 24 clips in May.\n#### 1,072"

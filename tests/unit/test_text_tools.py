@@ -382,6 +382,15 @@ def leave(word: str) -> str:
     raise SystemExit(word)
 
 
+def count_rice(squares: int) -> int:
+    """Counts grains of rice.
+
+    Args:
+        squares: of the chessboard.
+    """
+    return 2**squares
+
+
 def needs(word: str) -> str:
     """Needs something.
 
@@ -409,6 +418,12 @@ def test_a_result_of_100_mb_is_cut_and_this_is_said():
     drawn, engine = draw(kind, [f"{call_of('flood', word='ab')}{END}", f"ok{END}"])
     (said,) = [m["content"] for m in drawn.messages if m["role"] == "tool"]
     assert said == "ab" * 25 + "… [99999950 of 100000000 characters cut off]" and said in engine.prompts[1]
+
+
+def test_a_result_that_cannot_be_written_costs_its_call_alone():
+    call = call_of("count_rice", squares=20_000)
+    drawn, _ = draw(ToolUse(use=(f"{__name__}:count_rice",)), [f"{call}{END}", f"ok{END}"])
+    assert "Exceeds the limit (4300 digits)" in drawn.messages[-2]["content"] and drawn.metadata["tool_errors"] == 1
 
 
 def test_a_tool_that_hangs_or_leaves_costs_its_call_alone():
@@ -482,6 +497,7 @@ def test_turns_and_tokens_are_limited():
     call = f"{call_of('calculator', expression='1+1')}{END}"
     drawn, engine = draw(ToolUse(max_turns=2), [call, call, call])
     assert len(engine.requests) == 2 and drawn.is_truncated and drawn.metadata["tool_calls"] == 1
+    assert drawn.sequences[-1].finish_reason == "length", "which rollout/truncated counts"
     length = len(TOKENIZER(call)["input_ids"])
     drawn, engine = draw(ToolUse(), [call, call], limits=LengthLimits(length + 20, 6000))
     assert len(engine.requests) == 1 and drawn.is_truncated, "no room for the result"

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import sys
 from collections.abc import Mapping
 
 from sfumato.errors import ConfigError, MissingDependencyError
+
+HASHED = (
+    "isomorphic_strings",
+    "knight_swap",
+    "list_functions",
+    "polynomial_multiplication",
+    "ransom_note",
+    "word_ladder",
+)
+"""Tasks whose problems follow from hashes of texts, too (version 0.1.25): Python makes others in each process."""
 
 
 def load(task: str, size: int, seed: int, parameters: Mapping[str, object] | None = None) -> list[dict[str, object]]:
@@ -24,8 +35,14 @@ def load(task: str, size: int, seed: int, parameters: Mapping[str, object] | Non
 
     Raises:
         MissingDependencyError: reasoning-gym is not installed.
-        ConfigError: there is no such task, it has no such parameters, or they are refused.
+        ConfigError: there is no such task, it has no such parameters, they are refused, or processes would make other
+            problems.
     """
+    if task in HASHED and sys.flags.hash_randomization:
+        raise ConfigError(
+            f"each process would make other problems of task {task!r} of reasoning-gym, which follow from hashes of "
+            "texts: export PYTHONHASHSEED=0 before the run"
+        )
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError as error:

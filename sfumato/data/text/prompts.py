@@ -21,6 +21,7 @@ from sfumato.data.prompt_loader import PromptLoader
 from sfumato.data.shared_rows import shared_line
 from sfumato.data.text.chat_message import Messages, as_text
 from sfumato.data.text.prompt_template import PromptTemplate, Tools
+from sfumato.data.text.shown_messages import tool_names
 from sfumato.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -50,6 +51,11 @@ class TextPrompt:
     """JSON schemas of the tools that the rendered prompt lists."""
     images: MediaRefs | None = None
     """The media in the prompt."""
+
+    def copy_for_sample(self) -> TextPrompt:
+        """The same for a user's code, which may change what it is given without changing it for other samples."""
+        metadata, messages, tools = copy.deepcopy((self.metadata, self.messages, self.tools))
+        return replace(self, metadata=metadata, messages=messages, tools=tools)
 
 
 def load_text_prompts(
@@ -151,6 +157,11 @@ def encode_rows(
         where = rows.describe(index)
         row = read(filed_row(rows, index), where)
         shown_tools = row.tools or tools
+        if tools and (unknown := sorted(set(tool_names(row.tools or ())) - set(tool_names(tools)))):
+            raise DataError(
+                f"{where}: its column tools offers {unknown[0]}, calls of which nothing would answer: name the "
+                "function in rollout.kind.use, or leave the column out"
+            )
         messages = template.messages_of(row.content, where)
         images = None
         text = row.content if messages is None else template.render(messages, where, shown_tools)

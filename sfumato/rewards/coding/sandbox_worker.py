@@ -159,6 +159,9 @@ def answer() -> None:
                 continue
             positional = [decode(argument, from_handle) for argument in arguments]
             keywords = {name: decode(argument, from_handle) for name, argument in named.items()}
+            if isinstance(target, str) and not target.isidentifier() and target not in space:
+                # an entry point such as Solution().add: of one object for all calls
+                space[target] = eval(target, space)
             receiver = handles[target] if isinstance(target, int) else space[target]
             result = _do(verb, receiver, positional, keywords)
             reply = {"value": encode(result, to_handle)}

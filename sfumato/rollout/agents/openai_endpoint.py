@@ -72,6 +72,15 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "stop_token_ids": ([],),
     "stop_regex": ([], ""),
     "bad_words": ([],),
+    "allowed_token_ids": ([],),
+    "length_penalty": (1,),
+    "use_beam_search": (False,),
+    "truncate_prompt_tokens": (),
+    "include_stop_str_in_output": (False,),
+    "prompt_logprobs": (),
+    "documents": ([],),
+    "enable_thinking": (),
+    "thinking_token_budget": (),
     "structured_outputs": ({},),
     "guided_json": (),
     "guided_regex": (),
@@ -84,7 +93,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Fields of a request that are not offered, and the values that they may have because these change nothing."""
 
 INSTEAD: dict[str, str] = dict.fromkeys(
-    ("chat_template_kwargs", "reasoning_effort"), "set data.chat_template_options for the run and "
+    ("chat_template_kwargs", "enable_thinking", "reasoning_effort"), "set data.chat_template_options for the run and "
 )
 """What says the same for all of a run, of fields for which something does."""
 
@@ -239,8 +248,9 @@ async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> Pol
         RefusedCallError: for a request that is wrong, and in the place of any error in drawing, which the session
             keeps in ``error`` for the run.
     """
-    max_new_tokens = body.get("max_completion_tokens") or body.get("max_tokens")
-    if max_new_tokens is not None and (not isinstance(max_new_tokens, int) or not 1 <= max_new_tokens < 2**31):
+    limits = [body.get("max_completion_tokens"), body.get("max_tokens")]
+    max_new_tokens = next((limit for limit in limits if limit is not None), None)
+    if max_new_tokens is not None and (type(max_new_tokens) is not int or not 1 <= max_new_tokens < 2**31):
         raise RefusedCallError(f"max_tokens must be a positive integer below 2^31, not {max_new_tokens!r:.100}")
     if is_chat:
         messages = body.get("messages")

@@ -150,7 +150,8 @@ class Session:
         return reply
 
     async def complete(self, prompt: str | Sequence[int], max_new_tokens: int | None) -> PolicyReply:
-        """Continues a text, or tokens. Raises RefusedCallError when the prompt is empty or leaves no room."""
+        """Continues a text, or tokens. Raises RefusedCallError when the prompt is empty, has unknown tokens or leaves
+        no room."""
         if isinstance(prompt, str):
             points = [
                 point for point in self._points if isinstance(point.history, str) and prompt.startswith(point.history)
@@ -160,6 +161,8 @@ class Session:
             new_tokens = self.template.encode([rest], is_beginning=point is None)[0] if rest else []
         else:
             ids = list(prompt)
+            if max(ids, default=0) >= len(self.template.tokenizer):
+                raise RefusedCallError(f"token ids must be below {len(self.template.tokenizer)}, not {max(ids)}")
             points = [
                 point for point in self._points if ids[: point.length] == point.sequence.token_ids[: point.length]
             ]
@@ -268,13 +271,18 @@ def _plain(message: Message) -> Message:
             raise RefusedCallError("only parts of type text are taken")
         content = "".join(str(part.get("text", "")) for part in content)
     plain = {**message, "content": content}
-    if message.get("tool_calls"):
-        plain["tool_calls"] = [_with_arguments(call) for call in message["tool_calls"]]
+    if calls := message.get("tool_calls"):
+        if not isinstance(calls, list):
+            raise RefusedCallError("tool_calls must be a list of calls, each with function, name and arguments")
+        plain["tool_calls"] = [_with_arguments(call) for call in calls]
     return plain
 
 
-def _with_arguments(call: JsonObject) -> JsonObject:
-    function = dict(call.get("function") or {})
+def _with_arguments(call: object) -> JsonObject:
+    function = call.get("function") if isinstance(call, dict) else None
+    if not isinstance(call, dict) or not isinstance(function, dict):
+        raise RefusedCallError("each of tool_calls must have a function with name and arguments")
+    function = dict(function)
     if isinstance(function.get("arguments"), str):
         try:
             function["arguments"] = json.loads(function["arguments"] or "{}")

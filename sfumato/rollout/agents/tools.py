@@ -58,14 +58,14 @@ class Tool:
         if unknown := sorted(set(arguments) - set(self.parameters)):
             return ToolResult(f"Error: {self.name} has no argument {unknown[0]!r}; it has {self.parameters}", True)
         try:
-            result = await self.work(**arguments)
+            result = _as_text(await self.work(**arguments))
         except (UserError, asyncio.CancelledError):
             raise
         except CalculationError as error:
             return ToolResult(cut(f"Error: {error}", max_output_chars), True)
         except Exception as error:
             return ToolResult(cut(f"Error: {describe(error)}", max_output_chars), True)
-        return ToolResult(cut(_as_text(result), max_output_chars))
+        return ToolResult(cut(result, max_output_chars))
 
 
 def cut(text: str, max_chars: int) -> str:
@@ -76,7 +76,10 @@ def cut(text: str, max_chars: int) -> str:
 
 
 def _as_text(result: object) -> str:
-    """The result of a tool as the model reads it: a text as it is, other values as JSON where they can be."""
+    """The result of a tool as the model reads it: a text as it is, other values as JSON where they can be.
+
+    Raises whatever the object's own ``__str__`` raises, and ValueError for an integer of more than 4300 digits.
+    """
     if isinstance(result, str):
         return result
     try:

@@ -73,7 +73,10 @@ class ChatAgent(RolloutKind):
                     damage = f"the agent: {describe(error, self.timeout_s)}"
         if session.error is not None:
             raise session.error
-        text, metadata, problem = _read(result)
+        try:
+            text, metadata, problem = _read(result)
+        except Exception as error:  # of the object's own methods, or of an integer beyond the largest float
+            text, metadata, problem = None, {}, f"what the agent returned cannot be read: {describe(error)}"
         sequences = session.sequences
         # The first cause counts: an agent that raised has returned nothing that could be read.
         damage = damage or problem or ("" if sequences else "the agent made no call of the policy that was answered")
@@ -101,7 +104,7 @@ class Agent(ChatAgent):
 
     async def run(self, prompt: TextPrompt, base_url: str, api_key: str, model: str) -> object:
         named = {"base_url": base_url, "api_key": api_key, "model": model}
-        return await call_own(import_function(self.path), prompt, timeout_s=None, **named)
+        return await call_own(import_function(self.path), prompt.copy_for_sample(), timeout_s=None, **named)
 
 
 def _read(result: object) -> tuple[str | None, dict[str, object], str]:

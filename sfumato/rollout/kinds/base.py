@@ -76,7 +76,8 @@ class DrawnText:
     """What was drawn for a prompt."""
 
     sequences: list[TokenSequence]
-    """Mostly one; several where an agent began conversations anew; none where nothing was drawn before it failed."""
+    """Mostly one; several where an agent began conversations anew; none where nothing was drawn before it failed. The
+    last one's ``finish_reason`` is that of the sample, as ``is_truncated`` has it."""
     text: str
     """The answer, as rewards see it."""
     messages: Messages | None = None
@@ -87,6 +88,11 @@ class DrawnText:
     """What the rollout adds for rewards to the metadata of the prompt."""
     damage: str = ""
     """Why it is not to be scored, such as an environment that raised an error."""
+
+    def __post_init__(self) -> None:
+        if self.sequences:  # its last turn may have stopped by itself at the limit of turns, or before a long result
+            reason = "length" if self.is_truncated else "stop"
+            self.sequences[-1] = replace(self.sequences[-1], finish_reason=reason)
 
     @property
     def num_tokens(self) -> int:

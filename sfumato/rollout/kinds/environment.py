@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -136,11 +138,12 @@ class _Play:
 
     async def reset(self, cls: Callable[..., object]) -> None:
         """Builds the environment from the user's class, and the sequence from its first observation."""
-        self.environment = await self._call(cls, **self.kind.arguments)
-        first = await self._call(self.environment.reset, self.prompt)
+        self.environment = await self._call(cls, **copy.deepcopy(self.kind.arguments))
+        first = await self._call(self.environment.reset, self.prompt.copy_for_sample())
         ids = self.prompt.token_ids
         if first is not None:
-            first = self._checked(first)
+            with self._reading("reset"):
+                first = self._checked(first)
             content: str | list[Message] = first
             if self.messages is not None:
                 system_messages = [message for message in self.messages if message["role"] in ("system", "developer")]
@@ -154,6 +157,11 @@ class _Play:
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": self.text})
         result = await self._call(self.environment.step, self.text)
+        with self._reading("step"):
+            return self._read_step(result)
+
+    def _read_step(self, result: object) -> str:
+        """Notes reward and end of a step. Returns the observation; empty at the end."""
         if not isinstance(result, tuple) or len(result) != 3:
             raise _EnvironmentError(
                 f"{self.kind.path}: step must return (observation, reward, done), not {result!r:.200}"
@@ -161,7 +169,7 @@ class _Play:
         observation, reward, done = result
         try:
             number = float(reward)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError):
             number = math.nan
         if not math.isfinite(number):
             raise _EnvironmentError(
@@ -170,6 +178,21 @@ class _Play:
         self.rewards.append(number)
         self.is_done = bool(done)
         return "" if self.is_done else self._checked(observation)
+
+    @contextlib.contextmanager
+    def _reading(self, method: str) -> Iterator[None]:
+        """Inside the block, an error of what a method has returned is the environment's, as one of the method is.
+
+        Such are the truth of an array of several elements, and objects that cannot be printed.
+        """
+        try:
+            yield
+        except _EnvironmentError:
+            raise
+        except Exception as error:
+            raise _EnvironmentError(
+                f"{self.kind.path}: what {method} returned cannot be read: {describe(error)}"
+            ) from error
 
     def tokens_of(self, observation: str, drawn: list[int], sampling: Sampling) -> list[int]:
         """The tokens of an observation, with the beginning of the policy's next turn."""

@@ -202,8 +202,7 @@ class ToolUse(RolloutKind):
             turn_start = len(sequence)
         text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
         messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]
-        finished = sequence.freeze("length" if is_truncated else "stop")
-        return DrawnText([finished], text, messages, is_truncated, _tool_metrics(results))
+        return DrawnText([sequence.freeze()], text, messages, is_truncated, _tool_metrics(results))
 
     async def _call(self, tools: dict[str, Tool], call: ToolCall) -> ToolResult:
         """The result that the model is shown; for a call that cannot be made, a text that says why."""

@@ -36,7 +36,7 @@ class TokenSequence:
     versions: np.ndarray
     """int32 ``[L]``: version of the policy that drew each token; -1 elsewhere."""
     finish_reason: FinishReason = "stop"
-    """Of the last turn."""
+    """Of the last turn; ``length``, too, where the sample ended at its limit of turns."""
     images: MediaRefs | None = None
     """The images of the prompt."""
 
@@ -105,14 +105,14 @@ class GrowingSequence:
             del self.token_ids[length:], self.drawn[length:], self.log_probs[length:], self.versions[length:]
             self.finish_reason = None
 
-    def freeze(self, finish_reason: FinishReason | None = None) -> TokenSequence:
+    def freeze(self) -> TokenSequence:
         """The sequence as it is now."""
         return TokenSequence(
             np.array(self.token_ids, np.int32),
             np.array(self.drawn, bool),
             np.array(self.log_probs, np.float32),
             np.array(self.versions, np.int32),
-            finish_reason or self.finish_reason or "stop",
+            self.finish_reason or "stop",
             self.images,
         )
 

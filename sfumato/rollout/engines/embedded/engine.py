@@ -164,12 +164,15 @@ class EmbeddedEngine:
         # ``group_documents`` names each sequence by the offset at which it would begin if all were concatenated.
         offsets = np.cumsum([0, *map(len, sequences)])[:-1].tolist()
         for starts, lengths in group_documents([len(tokens) for tokens in sequences], same_length):
+            if max(lengths) < 2:
+                continue  # nothing follows their only token
             indices = [offsets.index(start) for start in starts]
             input_ids = torch.zeros(len(starts), max(lengths), dtype=torch.int64)
             for row, index in enumerate(indices):
                 input_ids[row, : lengths[row]] = torch.tensor(sequences[index])
-            logits = self._forward.some(input_ids.to(self._forward.device))[:, :-1].float() / temperature
-            targets = input_ids.to(logits.device)[:, 1:]
+            # nothing is asked after the last token, so it may stand one place beyond the model's last position
+            logits = self._forward.some(input_ids[:, :-1].to(self._forward.device)).float() / temperature
+            targets = input_ids[:, 1:].to(logits.device)
             log_probs = logits.log_softmax(-1).gather(-1, targets[..., None])[..., 0].cpu()
             is_likeliest = (logits.argmax(-1) == targets).cpu() if with_likeliest else torch.zeros_like(targets).cpu()
             for row, index in enumerate(indices):
