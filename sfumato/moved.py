@@ -1,4 +1,4 @@
-"""Modules that classes of one's own may import, by the names that they had in version 0.1: these work in 0.2 still."""
+"""Modules that classes of one's own may import, by the names that they had in earlier versions: these work still."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ MOVED = {
     "sfumato.data.text_formats": "sfumato.data.text.formats",
     "sfumato.data.text_prompt_formats": "sfumato.data.text.prompt_formats",
     "sfumato.data.text_prompt_formats.base": "sfumato.data.text.prompt_formats.base",
+    "sfumato.rollout.agents.turns": "sfumato.rollout.kinds.base",
     "sfumato.rollout.dumps": "sfumato.rollout.debug.dumps",
     "sfumato.rollout.policy": "sfumato.rollout.diffusion.policy",
     "sfumato.rollout.token_colours": "sfumato.rollout.debug.token_colours",
