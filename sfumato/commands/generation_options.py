@@ -124,32 +124,20 @@ def prompt_choice(options: argparse.Namespace) -> PromptChoice:
 def generation_options(options: argparse.Namespace) -> GenerationOptions:
     """The settings of the command line."""
     from sfumato.errors import ConfigError
-    from sfumato.evaluation.options import GenerationOptions
+    from sfumato.evaluation.options import OF_FOLDERS, OF_PICTURES, OF_TEXTS, OPTION_OF, GenerationOptions
 
     top_p = options.top_p
     if top_p is not None and not 0 < top_p <= 1:
         raise ConfigError(f"--top-p {top_p:g} must be above 0 and at most 1")
+    names = (*OF_PICTURES, *OF_TEXTS, *OF_FOLDERS)  # of which a command has some
+    given = {name: getattr(options, OPTION_OF.get(name, name), None) for name in names}
     return GenerationOptions(
         seed=options.seed,
         device=options.device,
-        dtype=options.dtype,
         base=options.base,
-        batch_size=getattr(options, "batch_size", None),
-        height=getattr(options, "height", None),
-        width=getattr(options, "width", None),
-        num_frames=getattr(options, "num_frames", None),
-        seconds=getattr(options, "seconds", None),
-        num_inference_steps=getattr(options, "steps", None),
-        guidance_scale=getattr(options, "guidance_scale", None),
-        max_sequence_length=getattr(options, "max_sequence_length", None),
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_p=top_p,
-        top_k=options.top_k,
-        system_prompt=options.system_prompt,
-        chat_template=options.chat_template,
         from_images=bool(getattr(options, "image", [])),
         say=say,
+        **given,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from pydantic import ValidationError
@@ -77,10 +77,13 @@ class GenerationOptions:
 
     def refuse(self, names: Sequence[str], why: str) -> None:
         """Raises ConfigError for the first of these settings that is given, since it would have no effect."""
-        for name in names:
-            if getattr(self, name) is not None:
-                option = OPTION_OF.get(name, name).replace("_", "-")
-                raise ConfigError(f"--{option} has no effect {why}: leave it out")
+        for name in self.given(names):
+            option = OPTION_OF.get(name, name).replace("_", "-")
+            raise ConfigError(f"--{option} has no effect {why}: leave it out")
+
+    def given(self, names: Sequence[str]) -> dict[str, Any]:
+        """Those of these settings that are given."""
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def dtype_on(self, device: torch.device) -> Literal["fp32", "bf16"]:
         """The precision of folders of weights."""

@@ -58,16 +58,11 @@ class PictureSettings:
 
     def describe(self) -> str:
         """One line for people."""
-        if self.height == SOUND:
-            return (
-                f"{self.width / 1000:g} s of sound, {self.num_inference_steps} steps, guidance "
-                f"{self.guidance_scale:g}, seed {self.seed}"
-            )
         frames = f" x {self.num_frames} frames" if self.num_frames > 1 else ""
-        return (
-            f"{self.height} x {self.width} pixels{frames}, {self.num_inference_steps} steps, guidance "
-            f"{self.guidance_scale:g}, seed {self.seed}"
-        )
+        size = f"{self.height} x {self.width} pixels{frames}"
+        if self.height == SOUND:
+            size = f"{self.width / 1000:g} s of sound"
+        return f"{size}, {self.num_inference_steps} steps, guidance {self.guidance_scale:g}, seed {self.seed}"
 
 
 @dataclass(frozen=True)
@@ -268,16 +263,9 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
 
 def _replaced(settings: PictureSettings, options: GenerationOptions) -> PictureSettings:
     """Settings with what the options give in their place."""
-    asked = {
-        "height": options.height,
-        "width": options.width,
-        "num_frames": options.num_frames,
-        "num_inference_steps": options.num_inference_steps,
-        "guidance_scale": options.guidance_scale,
-        "seed": options.seed,
-        "micro_batch_size": options.batch_size,
-    }
-    replacements = {name: value for name, value in asked.items() if value is not None}
+    replacements = options.given(("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "seed"))
+    if options.batch_size is not None:
+        replacements["micro_batch_size"] = options.batch_size
     if settings.height == SOUND:
         for name in ("height", "width", "num_frames"):
             if name in replacements:

@@ -21,8 +21,8 @@ from sfumato.rewards.base import Sample
 from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.page import render_page
 from sfumato.tracking.progress import format_value
-from sfumato.tracking.report_answers import folded, in_html
-from sfumato.tracking.report_samples import audio_player
+from sfumato.tracking.report_answers import folded
+from sfumato.tracking.report_samples import audio_player, grid_table, picture_tag, prompt_rows
 from sfumato.tracking.report_tables import section
 from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
 from sfumato.tracking.waveforms import VideoWithSound
@@ -138,22 +138,15 @@ class SamplesFolder:
         head = "".join(f'<th scope="col">{escape(printable(model))}</th>' for model in models)
         body = []
         for (prompt_id, seed), by_model in shown:
-            row = "".join(
-                f"<td>{self._cell(by_model[model]) if model in by_model else '<span class=gap>absent</span>'}</td>"
+            row = [
+                self._cell(by_model[model]) if model in by_model else "<span class=gap>absent</span>"
                 for model in models
-            )
-            prompt = in_html(next(iter(by_model.values())).prompt)
-            body.append(
-                f'<tr class="prompt"><th colspan="{len(models)}"><span>{prompt} <small>seed {seed}</small>'
-                f"{self._source(prompt_id)}</span></th></tr><tr>{row}</tr>"
-            )
+            ]
+            prompt = next(iter(by_model.values())).prompt
+            body.append(prompt_rows(prompt, seed, self._source(prompt_id), row))
         hidden = f"{len(shown)} of {len(cells)} rows; all are in {ROWS}" if len(shown) < len(cells) else ""
         width = max(104, min(MAX_PIXELS, 1080 // max(len(models), 1) - 10))
-        table = (
-            f'<div class="scroll"><table class="grid" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
-            f"<tbody>{''.join(body)}</tbody></table></div>"
-        )
-        return section("Same prompts and seeds", hidden, table)
+        return section("Same prompts and seeds", hidden, grid_table(head, body, width))
 
     def _write(self, named: NamedSample) -> str:
         """Writes the content, and returns the path of its file within the folder."""
@@ -323,6 +316,4 @@ def write_sounding_video(content: VideoWithSound, path: Path) -> bool:
 
 def _picture(path: Path, alt: str) -> str:
     """An embedded picture; small ones with hard pixels."""
-    uri, width, height = thumbnail_data_uri(path, MAX_PIXELS)
-    kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
-    return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(printable(alt))}">'
+    return picture_tag(*thumbnail_data_uri(path, MAX_PIXELS), printable(alt))

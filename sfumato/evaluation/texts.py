@@ -471,8 +471,7 @@ def replaced_settings(settings: TextSettings, options: GenerationOptions) -> Tex
     Raises:
         ConfigError: for an option that changes nothing, since the likeliest token is taken.
     """
-    asked = {"temperature": options.temperature, "top_p": options.top_p, "top_k": options.top_k}
-    sampling = replace(settings.sampling, **{name: value for name, value in asked.items() if value is not None})
+    sampling = replace(settings.sampling, **options.given(("temperature", "top_p", "top_k")))
     if sampling.temperature == 0:
         options.refuse(("top_p", "top_k"), "at temperature 0, which takes the likeliest token each time")
     max_new_tokens = options.max_new_tokens or settings.max_new_tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict, replace
 
 import yaml
 
@@ -129,18 +130,7 @@ def list_alerts(reader: RunReader) -> list[JSON]:
 def _figures(reader: RunReader) -> list[JSON]:
     """The headline figures of a run."""
     figures = headlines(reader.metrics.series(), reward_weights(reader.config()))
-    return [
-        {
-            "name": printable(figure.name),
-            "first": figure.first,
-            "last": figure.last,
-            "best": figure.best,
-            "change": figure.change,
-            "has_direction": figure.has_direction,
-            "lost_at": figure.lost_at,
-        }
-        for figure in figures
-    ]
+    return [asdict(replace(figure, name=printable(figure.name))) for figure in figures]
 
 
 def list_facts(environment: JSON) -> list[tuple[str, str]]:

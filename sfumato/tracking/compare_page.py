@@ -12,9 +12,8 @@ from sfumato.config.writing import write_atomically
 from sfumato.tracking.compare import Comparison, Difference, PairedDifference, SampleRow, pair_samples
 from sfumato.tracking.curves import line_style
 from sfumato.tracking.page import render_page
-from sfumato.tracking.report_answers import in_html
 from sfumato.tracking.report_curves import SEARCH, overlaid_sections
-from sfumato.tracking.report_samples import RewardChips, sample_cell, sample_source
+from sfumato.tracking.report_samples import RewardChips, grid_table, prompt_rows, sample_cell, sample_source
 from sfumato.tracking.report_tables import numbers_table, section
 
 MAX_PROMPTS = 12
@@ -130,24 +129,17 @@ def _samples(comparison: Comparison, number: int) -> str:
     chips = RewardChips([row for pair in shown for row in pair])
     body = []
     for pair in shown:
-        cells = "".join(
-            f"<td>{sample_cell(run.folder, step, row, chips)}</td>"
-            for run, step, row in zip(runs, paired.steps, pair, strict=True)
-        )
+        cells = [
+            sample_cell(run.folder, step, row, chips) for run, step, row in zip(runs, paired.steps, pair, strict=True)
+        ]
         source = sample_source(runs[0].folder, paired.steps[0], pair[0])
-        body.append(
-            f'<tr class="prompt"><th colspan="2"><span>{in_html(str(pair[0].get("prompt", "")))} '
-            f"<small>seed {escape(str(pair[0].get('seed', '')))}</small>{source}</span></th></tr><tr>{cells}</tr>"
-        )
+        body.append(prompt_rows(str(pair[0].get("prompt", "")), pair[0].get("seed", ""), source, cells))
     head = "".join(
         f"<th>{_name(place, run.name)} <small>step {step}</small></th>"
         for place, run, step in zip((0, number + 1), runs, paired.steps, strict=True)
     )
-    texts = " texts" if any("text" in row for pair in shown for row in pair) else ""
-    table = (
-        f'<div class="scroll"><table class="grid{texts}" style="--cell:{480 if texts else 256}px"><thead><tr>{head}'
-        f"</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
-    )
+    has_texts = any("text" in row for pair in shown for row in pair)
+    table = grid_table(head, body, 480 if has_texts else 256, has_texts)
     note = f"{len(shown)} of {len(pairs)} pairs, those whose reward differs most first"
     return section(f"Same prompts and seeds: {escape(runs[0].name)} and {escape(runs[1].name)}", note, table)
 

@@ -36,22 +36,38 @@ def evaluation_grid(output_dir: Path, samples: dict[int, list[JsonObject]]) -> s
     body = []
     for key in shown:
         sample_id, prompt, seed = key
-        images = "".join(f"<td>{sample_cell(output_dir, step, cells[key].get(step), chips)}</td>" for step in steps)
+        images = [sample_cell(output_dir, step, cells[key].get(step), chips) for step in steps]
         source = sample_source(output_dir, *next(iter(cells[key].items())))
-        body.append(
-            f'<tr class="prompt"><th colspan="{len(steps)}" data-sample="{escape(str(sample_id))}"><span>'
-            f"{in_html(prompt)} <small>seed {escape(str(seed))}</small>{source}</span></th></tr><tr>{images}</tr>"
-        )
+        body.append(prompt_rows(prompt, seed, source, images, f' data-sample="{escape(str(sample_id))}"'))
     hidden = f" · {len(shown)} of {len(cells)} samples" if len(shown) < len(cells) else ""
     has_texts = any("text" in row for key in shown for row in cells[key].values())
     width = max(TEXT_CELL if has_texts else 104, min(MAX_PIXELS, 1080 // len(steps) - 10))
-    kind = "grid texts" if has_texts else "grid"
-    table = (
-        f'<div class="scroll"><table class="{kind}" style="--cell:{width}px"><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+    table = grid_table(head, body, width, has_texts)
     note = f"The reward stands under each sample{hidden}." if chips.has_rewards else hidden.removeprefix(" · ")
     return section("Same prompts and seeds over training", note, table)
+
+
+def prompt_rows(prompt: str, seed: object, source: str, cells: Sequence[str], attribute: str = "") -> str:
+    """Two rows of a grid: a prompt with its seed and its image, and below it the samples.
+
+    Args:
+        prompt, seed: of the samples.
+        source, cells: HTML of the prompt's image, and of each sample.
+        attribute: HTML of an attribute of the prompt's cell.
+    """
+    row = "".join(f"<td>{cell}</td>" for cell in cells)
+    return (
+        f'<tr class="prompt"><th colspan="{len(cells)}"{attribute}><span>{in_html(prompt)} '
+        f"<small>seed {escape(str(seed))}</small>{source}</span></th></tr><tr>{row}</tr>"
+    )
+
+
+def grid_table(head: str, rows: Sequence[str], width: int, has_texts: bool = False) -> str:
+    """A grid of samples, ``width`` pixels each; ``head`` and ``rows`` are HTML."""
+    return (
+        f'<div class="scroll"><table class="{"grid texts" if has_texts else "grid"}" style="--cell:{width}px">'
+        f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
+    )
 
 
 def training_samples(output_dir: Path, samples: dict[int, list[JsonObject]]) -> str:
@@ -123,7 +139,11 @@ def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
     shown = embedded_picture(output_dir, step, name, MAX_PIXELS)
     if isinstance(shown, str):
         return f'<span class="gap">{escape(Path(name).name)}{shown}</span><br>'
-    uri, width, height = shown
+    return picture_tag(*shown, alt)
+
+
+def picture_tag(uri: str, width: int, height: int, alt: str) -> str:
+    """An embedded picture; a small one with hard pixels."""
     kind = ' class="pixels"' if max(width, height) <= MAX_PIXELS // 2 else ""
     return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
 

@@ -275,10 +275,8 @@ def _gathered_bytes(
     gathered = sum(weights for weights, _ in block_units) if keeps_all else 2 * largest  # this block and the next
     sizes = {"gathered weights": root_unit[0] + gathered + largest}  # a gather arrives in a buffer of its own
     keeps_whole = planned.num_micro_batches > 1 and not train.enable_reduce_every_micro_batch
-    if keeps_whole or mesh.layout.pp > 1:
-        sizes["whole gradients"] = sum(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
-    else:
-        sizes["whole gradients"] = max(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
+    at_once = sum if keeps_whole or mesh.layout.pp > 1 else max
+    sizes["whole gradients"] = at_once(count for _, count in (root_unit, *block_units)) * FULL_PRECISION
     return sizes
 
 
