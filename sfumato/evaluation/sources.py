@@ -227,7 +227,7 @@ def check_task(source: ModelSource) -> None:
         return
     if run.task not in DIFFUSION_TASKS + TEXT_TASKS:
         why = {
-            "train_text_reward": "a reward model gives one number for a text: use it as a reward (type: classifier)",
+            "train_text_reward": "a reward model gives one number for a text: score with the reward text_reward_model",
             "train_autoencoder": "an autoencoder has no prompts",
             "train_image_tokenizer": "an image tokenizer has no prompts",
             "train_omni": "its models answer and draw in tasks/rl_text.py and in transformers, from its hf_ckpt",

@@ -247,7 +247,7 @@ MOST_LINES = {
     "train_image_tokenizer": 27_150,
     "train_omni": 37_400,
     "train_text": 27_750,
-    "train_text_dpo": 27_500,
+    "train_text_dpo": 27_550,
     "train_text_kto": 27_700,
     "train_text_reward": 27_200,
 }

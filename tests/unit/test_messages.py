@@ -75,7 +75,8 @@ def test_a_call_that_cannot_be_read_is_named(call, reason):
 
 
 def test_nulls_of_a_person_stay_and_those_of_a_table_go():
-    tool = {"function": {"name": "f", "parameters": {"unit": {"default": None, "enum": ["c", None]}}}}
+    function = {"name": "f", "parameters": {"unit": {"default": None, "enum": ["c", None]}}}
+    tool = {"type": "function", "function": function}
     assert read_tools({"tools": [tool]}, WHERE) == [tool] == read_tools({"tools": json.dumps([tool])}, WHERE)
     for nothing in (None, "", " \n", [], "[]", "null"):
         assert read_tools({"tools": nothing}, WHERE) is None is read_tools({"functions": nothing}, WHERE)
@@ -198,6 +199,10 @@ def test_functions_are_tools_of_an_older_form():
         assert read_tools({"functions": functions}, "row 1") == wanted
     newer = {"type": "function", "function": {"name": "newer"}}
     assert read_tools({"functions": [add], "tools": [newer]}, "row 1") == [newer]
+    for tool in (add, {"type": "function", **add}, {"function": add}):
+        assert read_tools({"tools": [tool]}, "row 1") == wanted
+    search = {"type": "web_search", "name": "search"}
+    assert read_tools({"tools": [search]}, "row 1") == [search]
     assert read_tools({"functions": []}, "row 1") is None is read_tools({"functions": None}, "row 1")
     for functions in ([{"parameters": {}}], [3], "[1, 2]"):
         with pytest.raises(DataError, match="row 1: column 'functions' must be a list of descriptions with a name"):

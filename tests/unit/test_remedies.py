@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.load import load_config, merge
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.errors import ConfigError
+from sfumato.evaluation.sources import ModelSource, check_task
 from tests.tiny import ROOT
 
 FILES = {
@@ -180,3 +182,10 @@ def test_no_text_of_an_algorithm_advises_a_type_that_another_check_refuses() -> 
     for package in ("dynamics", "advantages", "objectives", "windows", "solvers"):
         for cls in find_variants(f"sfumato.algorithms.{package}").values():
             assert "use type:" not in Path(__import__(cls.__module__, fromlist=["x"]).__file__).read_text()
+
+
+def test_whoever_samples_a_reward_model_is_told_a_reward_that_there_is() -> None:
+    run: Any = SimpleNamespace(task="train_text_reward", folder="runs/reward")
+    with pytest.raises(ConfigError, match="score with the reward ") as raised:
+        check_task(ModelSource("run", Path("runs/reward"), "reward", run))
+    assert str(raised.value).rpartition(" ")[2] in find_variants("sfumato.rewards")

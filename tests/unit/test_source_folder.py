@@ -209,9 +209,13 @@ def write_code(folder: Path) -> None:
 def test_code_that_transformers_stands_in_for_is_not_named_by_an_export(tmp_path: Path, capsys: Any) -> None:
     folder = write_model(tmp_path / "model")
     write_code(folder)
+    tokenizer_path = folder / "tokenizer_config.json"
+    code = {"AutoTokenizer": [None, "tokenization_x.XTokenizer"]}
+    tokenizer_path.write_text(json.dumps({**json.loads(tokenizer_path.read_text()), "auto_map": code}))
     run = run_task_here("train_text", config_of(tmp_path, folder))
     assert "config.json names Python code (auto_map)" in capsys.readouterr().err
-    assert "auto_map" not in json.loads((run / "hf_ckpt/config.json").read_text())
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((run / "hf_ckpt" / name).read_text())
     assert_same_weights(folder, run / "hf_ckpt")
 
 

@@ -104,7 +104,7 @@ def read_tools(row: JsonObject, where: str) -> list[JsonObject] | None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(f"{where}: column 'tools' must be a list of JSON schemas")
     as_json(tools, f"{where}: column 'tools'")
-    return tools or None
+    return [_complete_tool(tool) for tool in tools] or None
 
 
 def _parsed_column(value: object, where: str) -> object:
@@ -117,7 +117,21 @@ def _tools_of_functions(functions: object, where: str) -> list[dict[str, object]
     functions = functions if isinstance(functions, list) else [functions]
     if not all(isinstance(function, dict) and isinstance(function.get("name"), str) for function in functions):
         raise DataError(f"{where}: column 'functions' must be a list of descriptions with a name")
-    return [{"type": "function", "function": function} for function in functions]
+    return [_complete_tool(function) for function in functions if isinstance(function, dict)]
+
+
+def _complete_tool(tool: JsonObject) -> JsonObject:
+    """A description in the form of OpenAI's API, in which servers give tools to templates at inference.
+
+    Published rows leave ``type`` out, or hold what belongs below ``function`` alone.
+    """
+    if tool.get("type", "function") != "function":
+        return tool
+    if "function" in tool:
+        return {"type": "function", **tool}
+    if not isinstance(tool.get("name"), str):
+        return tool
+    return {"type": "function", "function": {key: value for key, value in tool.items() if key != "type"}}
 
 
 def with_text_arguments(messages: Messages) -> Messages:

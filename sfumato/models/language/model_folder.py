@@ -44,6 +44,8 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path, keeps_pad: 
     finally:
         tokenizer.pad_token = pad
     use_older_tokenizer_names(folder)
+    if type(tokenizer).__module__.startswith("transformers."):
+        _forget_code(folder)
     _copy_sentencepiece(tokenizer, folder)
     for file in (folder / name for name in OTHER_TEMPLATES):
         fields = read_json_file(file) if file.is_file() else {}
@@ -79,6 +81,14 @@ def save_plain(
     plain.config.dtype = dtype
     plain.save_pretrained(folder)
     add_older_config_names(folder)
+
+
+def _forget_code(folder: Path) -> None:
+    """Removes the name of Python code that transformers' own class stands in for: the export has not its file."""
+    path = folder / "tokenizer_config.json"
+    config = read_json_file(path)
+    if config.pop("auto_map", None) is not None:
+        path.write_text(f"{json.dumps(config, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def _copy_sentencepiece(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
