@@ -86,7 +86,7 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
             if serves:
                 return serve_store(address, port, timeout, size)
             store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
-            # torchrun without --rdzv-backend keeps its store when it starts ranks anew, and in it the addresses of those
+            # torchrun without --rdzv-backend keeps its store when it starts ranks anew, with the addresses of those
             # before. Its count of restarts tells them apart where no other node counts for itself.
             if agent_serves and os.environ.get("LOCAL_WORLD_SIZE") == str(size):
                 return dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
