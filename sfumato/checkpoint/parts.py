@@ -447,8 +447,8 @@ def _check_still_there(folder: Path) -> None:
     """Raises CheckpointError where a checkpoint that was chosen is gone by the time that it is read."""
     if not folder.is_dir():
         raise CheckpointError(
-            f"{folder} was removed meanwhile; a run at work keeps the newest train.max_checkpoints alone. Start again, or "
-            "copy a checkpoint to another place first"
+            f"{folder} was removed meanwhile; a run at work keeps the newest train.max_checkpoints alone. Start again, "
+            "or copy a checkpoint to another place first"
         )
 
 
