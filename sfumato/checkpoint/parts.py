@@ -361,8 +361,9 @@ class StoredCheckpoint:
         """Opens a checkpoint.
 
         Raises:
-            CheckpointError: when the folder is no distributed checkpoint, or not one that torch wrote.
+            CheckpointError: when the folder is no distributed checkpoint, not one that torch wrote, or is gone.
         """
+        _check_still_there(folder)
         if not (folder / METADATA).is_file():
             raise CheckpointError(
                 f"{folder} has no {METADATA}: it is not a torch distributed checkpoint (the first versions of sfumato "
@@ -400,7 +401,7 @@ class StoredCheckpoint:
         """Reads into the tensors of parts; the checkpoint must have them, with the same shapes and dtypes.
 
         Raises:
-            CheckpointError: when the files do not hold what the metadata says.
+            CheckpointError: when the files do not hold what the metadata says, or are gone.
         """
         chunks_by_key: dict[str, list[ChunkStorageMetadata]] = {}
         for index, part in parts.items():
@@ -417,6 +418,7 @@ class StoredCheckpoint:
         try:
             self._reader.read_data(LoadPlan(items), _LoadPlanner(parts)).wait()
         except Exception as error:  # torch trusts its files, and damaged ones make it raise anything
+            _check_still_there(self.folder)
             raise CheckpointError(
                 f"{self.folder}: its files do not hold what its {METADATA} says ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:300]})"
@@ -439,6 +441,15 @@ class StoredCheckpoint:
             parts |= whole_part(key, tensors[name])
         self.read(parts)
         return tensors
+
+
+def _check_still_there(folder: Path) -> None:
+    """Raises CheckpointError where a checkpoint that was chosen is gone by the time that it is read."""
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"{folder} was removed meanwhile; a run at work keeps the newest train.max_checkpoints alone. Start again, "
+            "or copy a checkpoint to another place first"
+        )
 
 
 def whole_part(key: str, tensor: Tensor) -> TensorParts:

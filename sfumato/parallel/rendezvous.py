@@ -68,9 +68,9 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         RanksMissingError: the others have not come, or rank 0 does not answer.
     """
     if path := os.environ.get(STORE_VARIABLE):
-        store: dist.Store = dist.FileStore(path, size)
-        store.set_timeout(timeout)
-        return store
+        file_store = dist.FileStore(path, size)
+        file_store.set_timeout(timeout)
+        return file_store
     address = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     agent_serves = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
@@ -85,7 +85,12 @@ def join_store(rank: int, size: int, timeout: timedelta) -> dist.Store:
         with announced_after(NOTICE_S, f"{waiting}; where nothing follows, {remedy}"):
             if serves:
                 return serve_store(address, port, timeout, size)
-            return dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+            store = dist.TCPStore(address, port, size, is_master=False, timeout=timeout)
+            # torchrun without --rdzv-backend keeps its store when it starts ranks anew, with the addresses of those
+            # before. Its count of restarts tells them apart where no other node counts for itself.
+            if agent_serves and os.environ.get("LOCAL_WORLD_SIZE") == str(size):
+                return dist.PrefixStore(f"restart {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            return store
     except dist.DistError as error:
         if "EADDRINUSE" in str(error):
             raise

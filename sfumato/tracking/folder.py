@@ -17,7 +17,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -208,12 +208,7 @@ class RunFolder:
     def _differences_from(self, other: JsonObject) -> list[str]:
         """Fields in which this configuration differs from another run's, with both values; none from an empty one."""
         config = flatten(self._config.model_dump(mode="json"))
-        names = [name for name in dict.fromkeys([*config, *other]) if name not in OWN_FOLDER]
-        return [
-            "{} ({} there, {} here)".format(name, *_shorten_pair(other.get(name), config.get(name)))
-            for name in names
-            if other and other.get(name) != config.get(name)
-        ]
+        return list_differences(config, other, ("here", "there"), without=OWN_FOLDER) if other else []
 
     def begin(self, total_steps: int, from_step: int, environment: Mapping[str, object]) -> None:
         """Takes the folder for this run: moves an earlier run aside, and writes configuration and environment.
@@ -426,6 +421,43 @@ class RunFolder:
             number += 1
         parent = root.parent if self.path.is_symlink() else self.path.parent
         return parent / f"{root.name}{separator}{number}"
+
+
+def check_same_settings(config: Section, mesh: Mesh) -> None:
+    """Checks that all processes of a run have the same configuration. Every rank must call it.
+
+    Each would otherwise train its part with its own settings, or wait for steps that others do not take.
+
+    Raises:
+        ConfigError: on every rank; names the first rank that differs from rank 0, its host and its settings.
+    """
+    settings = flatten(config.model_dump(mode="json"))
+    places = (f"on rank {mesh.rank}, {platform.node()}", "on rank 0")
+    problem = listed(list_differences(settings, mesh.first(settings, among="world"), places))
+    if problems := [text for text in mesh.gather(problem, over="world") if text]:
+        raise ConfigError(
+            f"the processes of this run have different settings: {problems[0]}. Start it with the same configuration "
+            "and options on every node"
+        )
+
+
+def list_differences(
+    config: JsonObject, other: JsonObject, places: tuple[str, str], without: Collection[str] = frozenset()
+) -> list[str]:
+    """Names of the fields in which two configurations differ, with the values of both.
+
+    Args:
+        config: values by dotted name.
+        other: the same of the other configuration, whose values are named first.
+        places: what the places of the two are called.
+        without: names that are left out.
+    """
+    differences = []
+    for name in dict.fromkeys([*config, *other]):
+        if name not in without and other.get(name) != config.get(name):
+            there, here = _shorten_pair(other.get(name), config.get(name))
+            differences.append(f"{name} ({there} {places[1]}, {here} {places[0]})")
+    return differences
 
 
 def write_json(path: Path, value: object) -> None:

@@ -297,6 +297,7 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
         FolderError: when its holder is alive.
     """
     first = None
+    began = time.monotonic()
     while (state := read_lock(path)) is not None:
         holder, renewed = state
         if holder is not None and holder.is_self:
@@ -307,13 +308,14 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
             return state, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
         if first is not None and renewed != first:
             raise _refusal(path.parent, holder)
-        silent_s = _now_of(path.parent) - renewed
+        # A file system's clock that was set back leaves a lock of the future, whose silence is measured from here on.
+        silent_s = max(_now_of(path.parent) - renewed, time.monotonic() - began)
         if silent_s > STALE_S:
             who = holder or "a process that did not write its name"
             return state, f"{path}: its run ({who}) has not renewed it for {silent_s:.0f} s; it is taken over"
         if first is None:
             say(
-                f"{path} is held by {holder or 'another process'} and was renewed {max(silent_s, 0):.0f} s ago: "
+                f"{path} is held by {holder or 'another process'} and was renewed {silent_s:.0f} s ago: "
                 f"waiting for its next sign of life, for {STALE_S:.0f} s at most"
             )
             first = renewed

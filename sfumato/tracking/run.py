@@ -24,7 +24,7 @@ from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.exit import check_early_stop, listen, name_log
-from sfumato.tracking.folder import RunFolder, environment_of
+from sfumato.tracking.folder import RunFolder, check_same_settings, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import BestEffortFiles, JsonLines, read_jsonl, series_of
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
@@ -489,12 +489,14 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
         label: name of the task; shown beside the progress bar.
 
     Raises:
-        UserError: when a tracker is unknown or not installed, or the machines of the run do not share the folder.
+        UserError: when a tracker is unknown or not installed, or the processes of the run do not have the same
+            settings and code or do not share the folder.
         FolderError: on every rank, when another run is at work in the folder, or one stands there that this one
             does not go on with.
     """
     train = config.train  # type: ignore[attr-defined]
     check_trackers(train.trackers)
+    check_same_settings(config, mesh)
     check_shared(Path(train.output_dir), mesh)
     check_same_code(mesh)
     quiet_libraries()

@@ -122,7 +122,9 @@ class RankPool:
 def _share_one_loop() -> None:
     """All gloo groups of this process use one device: each has a thread that wakes a hundred times a second, and the
     mesh of a run has some twenty groups."""
-    device = dist.ProcessGroupGloo.create_default_device()
+    # by name: the process that this one is a copy of may have read the variable already
+    is_lazy = os.environ.get("TORCH_GLOO_LAZY_INIT") == "1"
+    device = dist.ProcessGroupGloo.create_default_device(lazy_init=is_lazy)
 
     class SharedGloo(dist.ProcessGroupGloo):
         def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = None) -> None:

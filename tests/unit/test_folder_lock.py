@@ -157,9 +157,11 @@ def renew(path: Path, stop: float) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_lock_of_another_machine_that_is_not_renewed_is_taken_over(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead_s", [0, 3600])  # of a clock that was set back
+def test_a_lock_of_another_machine_that_is_not_renewed_is_taken_over(tmp_path: Path, ahead_s: float) -> None:
     lock_folder(tmp_path / "run", print).abandon()
     elsewhere(tmp_path / "run")
+    os.utime(tmp_path / "run" / NAME, (time.time() + ahead_s,) * 2)
     said: list[str] = []
     lock_folder(tmp_path / "run", said.append)
     assert "waiting" in said[0] and "far" in said[1] and "not renewed it for" in said[1] and "taken over" in said[1]

@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -210,6 +211,14 @@ def test_pipes_and_paths_in_a_checkpoint(folder: Path, tmp_path: Path) -> None:
     (folder / "state.json").symlink_to("/dev/zero")
     with pytest.raises(CheckpointError, match=r"state\.json is a device, not a file"):
         StoredCheckpoint(folder)
+
+
+def test_a_checkpoint_that_its_run_removes_meanwhile_is_said(folder: Path) -> None:
+    stored = StoredCheckpoint(folder)
+    shutil.rmtree(folder)
+    for read in (lambda: StoredCheckpoint(folder), lambda: stored.read_whole({"weight": "model/weight"})):
+        with pytest.raises(CheckpointError, match=r"was removed meanwhile; .* train\.max_checkpoints"):
+            read()
 
 
 def test_a_pickle_among_the_tensors_does_not_run(folder: Path, tmp_path: Path) -> None:

@@ -75,6 +75,19 @@ def test_ranks_of_one_machine_meet_in_a_file(tmp_path, monkeypatch):
     assert stores[1].get("key") == b"value" and isinstance(stores[1], dist.FileStore)
 
 
+@pytest.mark.parametrize(("ranks_of_this_node", "is_seen"), [("2", False), ("1", True)])
+def test_ranks_that_torchrun_starts_anew_do_not_meet_those_before(monkeypatch, ranks_of_this_node, is_seen):
+    """On several nodes, each of which counts its restarts for itself, they could miss each other instead."""
+    served_by_agent = serve_store("127.0.0.1", 0, SOON)
+    monkeypatch.delenv("SFUMATO_STORE", raising=False)
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": served_by_agent.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    for name, value in {**variables, "LOCAL_WORLD_SIZE": ranks_of_this_node, "TORCHELASTIC_RESTART_COUNT": 0}.items():
+        monkeypatch.setenv(name, str(value))
+    join_store(0, 2, SOON).set("address of rank 0", "of a rank that has died")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert join_store(1, 2, SOON).check(["address of rank 0"]) == is_seen
+
+
 def test_gloo_is_bound_to_loopback_unless_a_person_says_otherwise(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     with bound_to_loopback():
