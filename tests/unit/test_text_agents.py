@@ -250,6 +250,7 @@ WRONG = [
     ({"messages": [], "max_tokens": 10**30}, 400, "max_tokens must be a positive integer"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, 400, "tool_calls must be a list of calls"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [5]}]}, 400, "must have a function"),
+    ({"messages": [], "path": "responses"}, 404, "there is no /v1/responses: ask /v1/chat/completions"),
     ({"messages": [], "path": "completions", "prompt": [10**6]}, 400, "token ids must be below"),
     ({"messages": [], "max_completion_tokens": 0, "max_tokens": 5}, 400, "must be a positive integer"),
     ({"messages": [], "enable_thinking": False}, 400, "set data.chat_template_options for the run"),

@@ -171,7 +171,7 @@ class Endpoint:
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
-        return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse}))
+        return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse, 404: _refuse_path}))
 
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -217,6 +217,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
     kind = "invalid_request_error" if error.status < 500 else "server_error"
     about = {"message": str(error), "type": kind, "param": None, "code": error.code}
     return JSONResponse({"error": about}, error.status)
+
+
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    """What is answered to other protocols, such as OpenAI's newer ``/v1/responses``, which clients take by default."""
+    del error
+    path = request.url.path[:100]
+    refused = f"there is no {path}: ask /v1/chat/completions (of OpenAI's clients chat.completions), or /v1/completions"
+    return await _refuse(request, RefusedCallError(refused, status=404))
 
 
 async def _read_body(request: Request) -> dict[str, object]:
