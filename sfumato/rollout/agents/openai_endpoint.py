@@ -191,7 +191,7 @@ class Endpoint:
 
         session = self._session_of(request)
         body = await _read_body(request)
-        reply = await _draw_answer(session, body, is_chat)
+        reply = await _draw_answer(session, body, is_chat, request)
         content = _chat_answer(reply, body) if is_chat else _text_answer(reply, body)
         if not body.get("stream"):
             return JSONResponse(content)
@@ -249,8 +249,10 @@ async def _read_body(request: Request) -> dict[str, object]:
     return body
 
 
-async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> PolicyReply:
-    """The policy's answer to a request.
+async def _draw_answer(session: Session, body: JsonObject, is_chat: bool, request: Request) -> PolicyReply:
+    """The policy's answer to a request, which ends when its caller hangs up.
+
+    Clients ask again after their time limit: what they no longer wait for is no part of the sample.
 
     Raises:
         RefusedCallError: for a request that is wrong, and in the place of any error in drawing, which the session
@@ -277,12 +279,16 @@ async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> Pol
         call = session.complete(prompt, max_new_tokens)
     task = asyncio.create_task(call)
     session.tasks.add(task)
+    hanging_up = asyncio.create_task(_wait_for_end(request))
+    hanging_up.add_done_callback(lambda _: task.cancel())
     try:
         return await task
     except asyncio.CancelledError as error:
-        # ``Session.end`` cancels the task; otherwise this handler itself is cancelled, as when the caller hangs up
+        # ``Session.end`` or the caller's end cancel the task; otherwise this handler itself is cancelled
         if session.is_over:
             raise RefusedCallError("the sample is over", status=410) from error
+        if hanging_up.done():
+            raise RefusedCallError("the caller has hung up", status=499) from error
         raise
     except RefusedCallError:
         raise
@@ -291,6 +297,13 @@ async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> Pol
         raise RefusedCallError(f"{type(error).__name__}: {error}", status=500) from error
     finally:
         session.tasks.discard(task)
+        hanging_up.cancel()
+
+
+async def _wait_for_end(request: Request) -> None:
+    """Returns when the caller of a request whose body was read closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _usage(reply: PolicyReply) -> dict[str, int]:
