@@ -189,8 +189,8 @@ def in_box(text: str) -> str:
 def write_plain_numbers(text: str) -> str:
     r"""A text with the numbers that math-verify reads as something else written as it reads them.
 
-    Anywhere: ``10\,000``, ``10{,}000`` and ``2 1/2``, of which it makes products, and ``0.\overline{3}``. What is all of
-    a box: see ``_write_plainly``. So is the other sign of the empty set.
+    Anywhere: ``10\,000``, ``10{,}000`` and ``2 1/2``, of which it makes products, and ``0.\overline{3}``. What is all
+    of a box: see ``_write_plainly``. So is the other sign of the empty set.
     """
     text = text.replace(r"\varnothing", r"\emptyset")
     text = _BETWEEN_DIGITS.sub("", text)
