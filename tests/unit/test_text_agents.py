@@ -317,6 +317,8 @@ def test_an_agent_that_asks_nothing_or_returns_something_else():
         (float("nan"), "returned nan as its reward"),
         ({"text": 3}, "a text of type int"),
         (10**400, "cannot be read: OverflowError"),
+        ({"answer": "1"}, "gives 'answer' to rewards, which is a column of the row, too"),
+        ({"answer": "2"}, "^$"),
         ([], r"\[\]"),
     ):
 

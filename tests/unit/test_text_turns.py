@@ -145,7 +145,8 @@ def test_given_tokens_are_no_decisions():
     sequence.append_drawn(Completion([3], [-0.5], [7], "stop"))
     sequence.append_given([4, 5])
     sequence.append_drawn(Completion([6], [-0.25], [8], "length"))
-    result = sequence.freeze("length")
+    sequence.finish_reason = "length"
+    result = sequence.freeze()
     assert result.token_ids.tolist() == [1, 2, 3, 4, 5, 6] and result.token_ids.dtype == np.int32
     assert result.drawn.tolist() == [False, False, True, False, False, True]
     assert result.log_probs.tolist() == [0, 0, -0.5, 0, 0, -0.25] and result.versions.tolist() == [-1, -1, 7, -1, -1, 8]
