@@ -14,7 +14,7 @@ from typing import ClassVar
 
 from sfumato.rewards.answers import column_of, text_of
 from sfumato.rewards.base import Failure, Reward, Sample
-from sfumato.rewards.coding.tests import CodeTests, code_of, read_tests, same_output
+from sfumato.rewards.coding.tests import CodeTests, code_of, put_behind, read_tests, same_output
 from sfumato.sandbox.sandbox import PYTHON, ProgramLimits, Sandbox, SandboxError
 
 _WORKER_FILE = Path(__file__).parent / "coding" / "sandbox_worker.py"
@@ -85,7 +85,7 @@ class CodeReward(Reward):
 
     def _score_one(self, sample: Sample) -> float | Failure:
         tests = self._read_tests(sample.prompt, sample.metadata)
-        code = f"{tests.setup}\n{code_of(text_of(sample, self.label))}"
+        code = put_behind(tests.setup, code_of(text_of(sample, self.label)))
         try:
             passed = self._run_pairs(code, tests) if tests.pairs else self._run_assertions(code, tests)
         except (SandboxError, _CannotRunError) as error:

@@ -24,6 +24,7 @@ INSTALL = "pip install --target math_verify 'math-verify[antlr4_13_2]>=0.9'"
 _PLAIN_NUMBER = re.compile(r"-?\d{1,15}(?:\.\d{1,15})?")
 _WITH_EXPONENT = re.compile(r"([-+]?(?:\d+\.?\d*|\.\d+))[eE]([-+]?\d{1,4})")
 _MIXED_NUMBER = re.compile(r"(?<![\w.^/])(\d{1,15})(?:\\?[ ~])+(\d{1,15})/(\d{1,15})(?![\d/])")
+_REPEATING = re.compile(r"(\d{1,15})\.(\d{0,15})\\overline\s*\{(\d{1,15})\}")
 _BETWEEN_DIGITS = re.compile(r"(?<=\d)(?:\\[,:; ]|\{,\}|,\\!|[~\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _GROUPS_OF_DIGITS = re.compile(r"[-+]?\d{1,3}(?: \d{3})+(?:\.\d+)?")
 _CURRENCY = re.compile(r"[\u00a3\u20ac\u00a5\u20b9]|\b(?:dollars?|euros?|USD|EUR)\b")
@@ -188,18 +189,25 @@ def in_box(text: str) -> str:
 def write_plain_numbers(text: str) -> str:
     r"""A text with the numbers that math-verify reads as something else written as it reads them.
 
-    Anywhere: ``10\,000``, ``10{,}000`` and ``2 1/2``, of which it makes products. What is all of a box: see
-    ``_write_plainly``. So is the other sign of the empty set.
+    Anywhere: ``10\,000``, ``10{,}000`` and ``2 1/2``, of which it makes products, and ``0.\overline{3}``. What is all
+    of a box: see ``_write_plainly``. So is the other sign of the empty set.
     """
     text = text.replace(r"\varnothing", r"\emptyset")
     text = _BETWEEN_DIGITS.sub("", text)
     text = _MIXED_NUMBER.sub(_write_as_fraction, text)
+    text = _REPEATING.sub(_write_as_ratio, text)
     return _BOX_WITHOUT_BRACES.sub(lambda box: f"\\boxed{{{_write_plainly(box[1])}}}", text)
 
 
 def _write_as_fraction(mixed: re.Match[str]) -> str:
     whole, numerator, denominator = (int(part) for part in mixed.groups())
     return f"{whole * denominator + numerator}/{denominator}"
+
+
+def _write_as_ratio(decimal: re.Match[str]) -> str:
+    whole, start, repeated = decimal.groups()
+    numerator = int(whole + start + repeated) - int(whole + start)
+    return rf"\frac{{{numerator}}}{{{10 ** len(start) * (10 ** len(repeated) - 1)}}}"
 
 
 def _write_plainly(content: str) -> str:

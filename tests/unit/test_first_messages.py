@@ -151,7 +151,9 @@ def test_the_service_of_the_page_gives_rewards(service):
 def test_what_is_sent_and_read():
     sent = json.loads(json.dumps(encode_sample(PICTURES[0])))
     assert set(sent) == {"prompt", "metadata", "image"} and encode_sample(TEXTS[0])["metadata"] == {"answer": "4"}
-    assert decode_scores(b'{"scores": [1, null]}', 2) == [1.0, Failure("the service gave null")]
+    vast = 10**400  # has no value, and costs the others none
+    given = f'{{"scores": [1, null, {vast}]}}'.encode()
+    assert decode_scores(given, 3) == [1.0, Failure("the service gave null"), vast]
     for wrong in (b"no", b'{"scores": [1]}', b"[1, 2]", b'{"scores": [1, "2"]}', b'{"scores": [true, 1]}'):
         with pytest.raises(Exception, match=r"answer|score"):
             decode_scores(wrong, 2)

@@ -59,7 +59,7 @@ def test_an_answer_is_compiled_as_a_program_of_its_own(reward):
     point = "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\n"
     point += "def add(a, b): return Point(a + b).x"
     for code in (point, f"from __future__ import annotations\n{point}"):
-        assert value(reward, code, ["assert add(1, 2) == 3"]) == 1.0
+        assert value(reward, code, ["assert add(1, 2) == 3"], setup="import math") == 1.0
     assert value(reward, "def add(a: List[int], b): return a + b", ["assert add(1, 2) == 3"]) == 0.0, "a NameError"
 
 

@@ -36,14 +36,14 @@ def agent(prompt, base_url, api_key, model):
     """Not async: the calls are plain HTTP from another thread."""
     assert model == "policy" and threading.current_thread() is not threading.main_thread()
 
-    def ask(messages, path="chat/completions", key=api_key, **fields):
+    def ask(messages, path="chat/completions", key=api_key, wait_s=30, **fields):
         body = {"model": model, "messages": messages, **fields}
         request = urllib.request.Request(
             f"{base_url}/{path}",
             json.dumps(body).encode() if path != "models" else None,
             {"Authorization": f"Bearer {key}", "Content-Type": "application/json"},
         )
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=wait_s) as answer:
             content = answer.read().decode()
             return content if fields.get("stream") else json.loads(content)
 
@@ -250,6 +250,7 @@ WRONG = [
     ({"messages": [], "max_tokens": 10**30}, 400, "max_tokens must be a positive integer"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]}, 400, "tool_calls must be a list of calls"),
     ({"messages": [{"role": "assistant", "content": "", "tool_calls": [5]}]}, 400, "must have a function"),
+    ({"messages": [], "path": "responses"}, 404, "there is no /v1/responses: ask /v1/chat/completions"),
     ({"messages": [], "path": "completions", "prompt": [10**6]}, 400, "token ids must be below"),
     ({"messages": [], "max_completion_tokens": 0, "max_tokens": 5}, 400, "must be a positive integer"),
     ({"messages": [], "enable_thinking": False}, 400, "set data.chat_template_options for the run"),
@@ -274,6 +275,33 @@ def test_what_cannot_be_answered_is_said():
     assert "in parts" in engine.prompts[0] and len(engine.prompts) == 1
 
 
+class HangingEngine(ScriptedEngine):
+    """One whose second answer comes only after the third has been asked for."""
+
+    async def generate(self, request, sampling):
+        number = len(self.requests)
+        if number == 0:
+            self.asked_again = asyncio.Event()
+        answer = await super().generate(request, sampling)
+        if number == 1:
+            await self.asked_again.wait()
+        elif number == 2:
+            self.asked_again.set()
+        return answer
+
+
+def test_what_a_client_no_longer_waits_for_is_no_part_of_the_sample():
+    def do(ask, prompt):
+        messages = [user("a"), said(ask([user("a")])), user("b")]
+        with pytest.raises(TimeoutError):
+            ask(messages, wait_s=0.2)
+        ask(messages)
+
+    drawn, sample, engine = draw(do, [], engine=HangingEngine(TOKENIZER, [f"1{END}", f"late{END}", f"2{END}"]))
+    assert len(engine.requests) == 3 and sample.text == "2"
+    assert [learned for _, learned in texts_of(drawn)] == [f"1{END}2{END}"]
+
+
 def test_an_agent_that_takes_too_long():
     def do(ask, prompt):
         ask([user("a")])
@@ -289,6 +317,8 @@ def test_an_agent_that_asks_nothing_or_returns_something_else():
         (float("nan"), "returned nan as its reward"),
         ({"text": 3}, "a text of type int"),
         (10**400, "cannot be read: OverflowError"),
+        ({"answer": "1"}, "gives 'answer' to rewards, which is a column of the row, too"),
+        ({"answer": "2"}, "^$"),
         ([], r"\[\]"),
     ):
 

@@ -26,6 +26,7 @@ _FENCE = re.compile(
 As in Markdown, backticks that are indented by four spaces more, as those in a docstring, end none."""
 _CALLED = ("function_call", "functional", "call_based")
 """Kinds of tests, by ``type`` or ``testtype``, whose input is the arguments of a function."""
+_FUTURE_IMPORT = re.compile(r"^from __future__ import [^\n(]+$", re.MULTILINE)
 _WRITTEN_AS_JSON = ("[", "{")
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?", re.ASCII)
 
@@ -182,6 +183,13 @@ def code_of(text: str) -> str:
         code = textwrap.dedent(match["code"]) if is_indented else match["code"]
         blocks["python" if language in _PYTHON else language] = code
     return blocks["python"] or blocks[""] or text
+
+
+def put_behind(setup: str, code: str) -> str:
+    """A program of the setup and the code of an answer, whose imports of ``__future__`` must stand before all."""
+    if not setup:
+        return code
+    return "\n".join([*_FUTURE_IMPORT.findall(code), setup, _FUTURE_IMPORT.sub("", code)])
 
 
 def same_output(actual: str, expected: str) -> bool:

@@ -171,7 +171,7 @@ class Endpoint:
             Route("/v1/completions", self._complete, methods=["POST"]),
             Route("/v1/models", self._models, methods=["GET"]),
         ]
-        return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse}))
+        return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse, 404: _refuse_path}))
 
     async def _models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
@@ -191,7 +191,7 @@ class Endpoint:
 
         session = self._session_of(request)
         body = await _read_body(request)
-        reply = await _draw_answer(session, body, is_chat)
+        reply = await _draw_answer(session, body, is_chat, request)
         content = _chat_answer(reply, body) if is_chat else _text_answer(reply, body)
         if not body.get("stream"):
             return JSONResponse(content)
@@ -219,6 +219,14 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return JSONResponse({"error": about}, error.status)
 
 
+async def _refuse_path(request: Request, error: Exception) -> Response:
+    """What is answered to other protocols, such as OpenAI's newer ``/v1/responses``, which clients take by default."""
+    del error
+    path = request.url.path[:100]
+    refused = f"there is no {path}: ask /v1/chat/completions (of OpenAI's clients chat.completions), or /v1/completions"
+    return await _refuse(request, RefusedCallError(refused, status=404))
+
+
 async def _read_body(request: Request) -> dict[str, object]:
     """The JSON object of a request. Raises RefusedCallError for other bodies, and for fields that are not offered."""
     try:
@@ -241,8 +249,10 @@ async def _read_body(request: Request) -> dict[str, object]:
     return body
 
 
-async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> PolicyReply:
-    """The policy's answer to a request.
+async def _draw_answer(session: Session, body: JsonObject, is_chat: bool, request: Request) -> PolicyReply:
+    """The policy's answer to a request, which ends when its caller hangs up.
+
+    Clients ask again after their time limit: what they no longer wait for is no part of the sample.
 
     Raises:
         RefusedCallError: for a request that is wrong, and in the place of any error in drawing, which the session
@@ -269,12 +279,16 @@ async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> Pol
         call = session.complete(prompt, max_new_tokens)
     task = asyncio.create_task(call)
     session.tasks.add(task)
+    hanging_up = asyncio.create_task(_wait_for_end(request))
+    hanging_up.add_done_callback(lambda _: task.cancel())
     try:
         return await task
     except asyncio.CancelledError as error:
-        # ``Session.end`` cancels the task; otherwise this handler itself is cancelled, as when the caller hangs up
+        # ``Session.end`` or the caller's end cancel the task; otherwise this handler itself is cancelled
         if session.is_over:
             raise RefusedCallError("the sample is over", status=410) from error
+        if hanging_up.done():
+            raise RefusedCallError("the caller has hung up", status=499) from error
         raise
     except RefusedCallError:
         raise
@@ -283,6 +297,13 @@ async def _draw_answer(session: Session, body: JsonObject, is_chat: bool) -> Pol
         raise RefusedCallError(f"{type(error).__name__}: {error}", status=500) from error
     finally:
         session.tasks.discard(task)
+        hanging_up.cancel()
+
+
+async def _wait_for_end(request: Request) -> None:
+    """Returns when the caller of a request whose body was read closes the connection."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def _usage(reply: PolicyReply) -> dict[str, int]:

@@ -224,7 +224,11 @@ class Session:
             sequence = GrowingSequence.after_prompt(prompt)
             self._sequences.append(sequence)
         limit = room if max_new_tokens is None else min(max_new_tokens, room)
-        drawn_tokens = await sequence.draw(self.engine, self._seed(prompt), limit, self.sampling)
+        try:
+            drawn_tokens = await sequence.draw(self.engine, self._seed(prompt), limit, self.sampling)
+        except asyncio.CancelledError:  # nobody gets this answer
+            sequence.truncate(len(before) if grows else 0)
+            raise
         assert sequence.finish_reason is not None
         self.is_truncated = sequence.finish_reason == "length"
         text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids)

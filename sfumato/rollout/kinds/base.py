@@ -121,9 +121,24 @@ class DrawnText:
             messages=self.messages,
             num_tokens=self.num_tokens,
             is_truncated=self.is_truncated,
-            damage=self.damage or _odd_log_prob(self.sequences),
+            damage=self.damage or self._describe_clash(prompt) or _odd_log_prob(self.sequences),
             images=prompt.images,
         )
+
+    def _describe_clash(self, prompt: TextPrompt) -> str:
+        """What the rollout adds that the row has already, such as the correct answer; empty where nothing is."""
+        shared = self.metadata.keys() & prompt.metadata.keys()
+        names = sorted(name for name in shared if not _is_equal(self.metadata[name], prompt.metadata[name]))
+        if not names:
+            return ""
+        return f"the rollout gives {names[0]!r} to rewards, which is a column of the row, too: rename one of them"
+
+
+def _is_equal(first: object, second: object) -> bool:
+    try:
+        return bool(first == second)
+    except Exception:  # of arrays, and of what a user's object raises
+        return False
 
 
 def _odd_log_prob(sequences: Sequence[TokenSequence]) -> str:
