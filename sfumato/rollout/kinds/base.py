@@ -1,4 +1,4 @@
-"""Base class of the kinds of rollout: frozen dataclasses that draw a sample for a prompt with an engine."""
+"""Kinds of rollout, which draw a sample for a prompt with an engine: their base, what they are given and return."""
 
 from __future__ import annotations
 
