@@ -206,7 +206,7 @@ def test_the_json_type_of_datasets_is_parsed(tmp_path, how):
             rows = RowBlocks([(0, RowFile(path, "text", "data.x"))]).read(FilePlace(), 5).rows
     row = rows[1]
     assert row == ROW == table[1]
-    assert read_tools(row, "row") == ROW["tools"]
+    assert read_tools(row, "row") == [{"type": "function", "function": tool} for tool in ROW["tools"]]
     (call,) = read_messages(row["messages"], "row")[1]["tool_calls"]
     assert call["function"]["arguments"] == {"unit": None, "n": 1}
 
@@ -259,10 +259,11 @@ def test_all_rows_of_training_are_compared_with_those_of_evaluation(tmp_path, ki
     )
     tables = open_sources(data.model_copy(update={"datasets_type": "mapping"}))  # as sfumato check opens them
     transform = build_transform(data, build_tokenizer())
-    (line,) = describe_text_data(data, tables, open_validation(data), transform, 7)
-    assert line.startswith(f"data.eval_path: {6 if kind == 'mapping' else 3} of the 7 evaluation rows are")
-    assert f"{tmp_path}/c.jsonl, line 1 is {tmp_path}/train/b.parquet, row 65;" in line
-    assert ("; and 3 more)" in line) == (kind == "mapping")
+    for sources in (tables, open_sources(data)):
+        (line,) = describe_text_data(data, sources, open_validation(data), transform, 7)
+        assert line.startswith(f"data.eval_path: {6 if kind == 'mapping' else 3} of the 7 evaluation rows are")
+        assert f"{tmp_path}/c.jsonl, line 1 is {tmp_path}/train/b.parquet, row 65;" in line
+        assert ("; and 3 more)" in line) == (kind == "mapping")
 
 
 def test_rows_that_are_read_together_are_those_that_are_read_alone(tmp_path, monkeypatch):

@@ -219,7 +219,7 @@ def test_messages_that_carry_turn_markers_are_said(tmp_path, kind):
         if "template" in line
     ]
     assert line.startswith("rows: 2 of the rows looked at, the first is ")
-    assert ("row 2, have" if kind == "iterable" else "line 2, have") in line and "(<|im_end|>, <|im_start|>)" in line
+    assert "line 2, have" in line and "(<|im_end|>, <|im_start|>)" in line
 
 
 def write_info(folder, **entry):

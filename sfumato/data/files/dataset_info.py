@@ -134,7 +134,7 @@ def read_entry(path: Path, name: str, option: str) -> DatasetEntry:
         raise DataError(f"{option}: {path} cannot be read: {error}") from error
     if name not in entries:
         near = difflib.get_close_matches(name, entries, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = f"; did you mean {near[0]!r}?" if near else "."
         shown = ", ".join(list(entries)[:30])
         raise DataError(f"{option}: {path} has no data set {name!r}{hint} Name one as {path}:NAME; it has {shown}")
     where = f"{option}: {path}, {name}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
 from sfumato.data.files.rows import readable_rows
 from sfumato.data.files.sources import Sources
 from sfumato.data.shared_rows import shared_line
-from sfumato.data.text.format import TextTransform
+from sfumato.data.text.format import TextTransform, has_media
 from sfumato.data.text.messages import unread_keys
 from sfumato.data.text.row_layouts import (
     CHANGED_COLUMNS,
@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 LOOKED_AT = 64
 """Rows of a source whose keys are compared with those that are read."""
 COMPARED = 50_000
-"""Training rows of a streamed source that evaluation rows are compared with; of other sources all rows are."""
+"""Training rows of a streamed source that evaluation rows are compared with; of other sources all rows are. Of streams
+with media none is, since their files are large."""
 OTHER_COLUMNS = (
     "tools",
     "functions",
@@ -75,21 +76,14 @@ def describe_text_data(
     columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
     if layouts:
         columns |= {*CHANGED_COLUMNS, *(column for layout in layouts for column in layout.columns)}
-    if sources.files is not None:
-        for name, files in zip(sources.names, sources.files, strict=True):
-            rows = _first_rows(files)
-            lines += _describe_layout(name, layouts, rows)
-            lines += _describe_markers(name, [(f"row {n}", row) for n, row in enumerate(rows, 1)], columns, template)
-        return lines
-    for name, table in zip(sources.names, sources.rows, strict=True):
-        numbered_rows = [*islice(readable_rows(table), LOOKED_AT)]
-        rows = [row for _, row in numbered_rows]
+    for name, rows_with_places in zip(sources.names, _rows_of(sources, LOOKED_AT), strict=True):
+        places = [*rows_with_places]
+        rows = [row for _, row in places]
         lines += _describe_layout(name, layouts, rows)
-        places = [(table.describe(index), row) for index, row in numbered_rows]
         lines += _describe_markers(name, places, columns, template)
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
-    if held_out is not None:
+    if held_out is not None and not (sources.files is not None and has_media(transform)):
         max_rows = COMPARED if data.datasets_type == "iterable" else None
         lines += _describe_shared_rows(sources, held_out, sorted(columns), num_eval_rows, max_rows)
     return lines
@@ -121,13 +115,28 @@ def _describe_markers(
     return describe_turn_markers(name, contents, template, RENDERED_ROWS)
 
 
-def _first_rows(files: Sequence[RowFile]) -> list[dict[str, object]]:
-    """The first rows of files that are streamed; what is broken there is named when its turn comes."""
-    try:
-        rows = RowBlocks([(0, files[0])]).read(FilePlace(), LOOKED_AT).rows
-        return [row for _, row in readable_rows(rows)]
-    except DataError:
-        return []
+def _rows_of(sources: Sources, most: int | None) -> list[Iterator[tuple[str, dict[str, object]]]]:
+    """The first rows of each source with their places, at most so many; None: all."""
+    if sources.files is not None:
+        return [_read_stream(files, most) for files in sources.files]
+    return [
+        ((table.describe(index), row) for index, row in islice(readable_rows(table), most)) for table in sources.rows
+    ]
+
+
+def _read_stream(files: Sequence[RowFile], most: int | None) -> Iterator[tuple[str, dict[str, object]]]:
+    """The first rows of files that are streamed, up to what is broken, which is named when its turn comes."""
+    blocks = RowBlocks([(0, file) for file in files])
+    place, is_last, num_read = FilePlace(), False, 0
+    while not is_last and (most is None or num_read < most):
+        try:
+            block = blocks.read(place, LOOKED_AT if most is None else min(LOOKED_AT, most - num_read))
+        except DataError:
+            return
+        for index, row in readable_rows(block.rows):
+            yield block.rows.describe(index), row
+        place, is_last = block.after, block.is_last
+        num_read += len(block.rows)
 
 
 def _describe_shared_rows(
@@ -152,11 +161,11 @@ def _describe_shared_rows(
             except DataError:
                 continue  # a broken row is named where it is used
     trained: dict[bytes, str] = {}
-    for table in sources.rows:
-        for index, row in islice(readable_rows(table), max_rows):
+    for rows in _rows_of(sources, max_rows):
+        for place, row in rows:
             digest = _digest_row(row, columns)
             if digest in rows_by_digest and digest not in trained:
-                trained[digest] = table.describe(index)
+                trained[digest] = place
     shared = [
         (where, trained[digest]) for digest, wheres in rows_by_digest.items() if digest in trained for where in wheres
     ]
