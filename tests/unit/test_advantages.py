@@ -42,7 +42,7 @@ def test_a_missing_reward_leaves_its_group_and_teaches_nothing() -> None:
 
 
 def test_groups_without_spread_are_marked() -> None:
-    result = compute([0.1, 0.1, 0.1, 1, 2, 5, NAN, NAN, NAN], [0, 0, 0, 1, 1, 2, 2, 3, 3])
+    result = compute([0.3, 0.3, 0.1 + 0.2, 1, 2, 5, NAN, NAN, NAN], [0, 0, 0, 1, 1, 2, 2, 3, 3])
     assert result.no_spread.tolist() == [True] * 3 + [False] * 2 + [True] * 4
     assert result.values[result.no_spread].tolist() == [0] * 7
     assert result.useful(keep_no_spread=False).tolist() == [False] * 3 + [True] * 2 + [False] * 4

@@ -192,7 +192,7 @@ def test_optimiser_steps_hold_the_groups_that_teach_in_the_places_of_those_that_
 
 def test_spread():
     assert has_spread(np.array([0.0, 1.0])) and has_spread(np.array([np.nan, 0.0, 1.0]))
-    for values in ([0.5, 0.5], [np.nan, 1.0], [np.nan, np.nan], [1.0]):
+    for values in ([0.5, 0.5], [0.1 + 0.2, 0.3], [np.nan, 1.0], [np.nan, np.nan], [1.0]):
         assert not has_spread(np.array(values))
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sfumato.algorithms.advantages import ROUNDING
 from sfumato.config.rl import RLConfig
 from sfumato.data.text.prompts import TextPromptLoader
 from sfumato.errors import ConfigError
@@ -79,9 +80,9 @@ def dynamic_sampling(config: RLConfig, loader: TextPromptLoader, max_extra_group
 
 
 def has_spread(values: np.ndarray) -> bool:
-    """Whether two of a group's rewards ``[n]`` differ; those that are missing (NaN) do not count."""
+    """Whether two of a group's rewards ``[n]`` differ by more than rounding; those that are missing do not count."""
     scored = values[np.isfinite(values)]
-    return len(scored) > 1 and bool(scored.min() != scored.max())
+    return len(scored) > 1 and bool(scored.max() - scored.min() > ROUNDING * np.abs(scored).max())
 
 
 def sampling_metrics(group_ids: Sequence[int], num_prompts: int) -> dict[str, float]:
