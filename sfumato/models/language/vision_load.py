@@ -258,9 +258,9 @@ def _processor_class(described: PreTrainedConfig, folder: Path | None = None) ->
 
     by_type = PROCESSOR_MAPPING_NAMES.get(described.model_type.removesuffix("_thinker"))
     for name in (*_named_processors(folder), by_type):
-        cls = getattr(transformers, name, None) if name else None
         try:
-            # of a class that stands in for one whose packages are missing, any attribute is an error
+            # of a class whose packages are missing, or of what stands in for it, any attribute is an error
+            cls = getattr(transformers, name, None) if name else None
             if cls is None or not hasattr(cls, "get_processor_dict"):
                 continue
         except ImportError as error:
