@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from sfumato.commands.check_config import Findings, check_config
-from sfumato.commands.check_model import needed
+from sfumato.commands.check_model import needed_bytes
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import build_clip_tokenizer, build_qwen_tokenizer, build_t5_tokenizer
 from sfumato.models.diffusion.scratch_encoders import (
@@ -134,7 +134,7 @@ def cells_of(findings: Findings, device_gib: int) -> tuple[str, ...]:
     """The cells of a line."""
     if findings.model is None or findings.host is None:
         return (findings.problems[0] if findings.problems else findings.notes[-1], "", "")
-    device = needed(findings.model.largest, on_gpu=True) / GIB
+    device = needed_bytes(findings.model.largest, on_gpu=True) / GIB
     disk = sum(findings.host.disk.values()) / GIB
     return (
         f"{device:.1f}" if device <= device_gib else f"**{device:.1f}**",

@@ -203,7 +203,7 @@ def flow_losses(
     """
     is_patch = is_image(batch.labels, model.codes)
     text = -scores.log_probs(batch.labels.masked_fill(is_patch, IGNORED)).sum()
-    hidden, latents, keys = model.drawn(scores, is_patch, batch)  # [N, K, H], [N, C, h, w]
+    hidden, latents, keys = model.flow_head_inputs(scores, is_patch, batch)  # [N, K, H], [N, C, h, w]
     hidden, latents = (tensor.repeat_interleave(NUM_NOISES, dim=0) for tensor in (hidden, latents))
     keys = [NUM_NOISES * key + index for key in keys for index in range(NUM_NOISES)]
     uniform = keyed_uniform(seed, "sigma", step, keys)

@@ -11,7 +11,7 @@ from benchmarks.gpu.distances import mesh_device
 from benchmarks.gpu.rl import rl_config
 from benchmarks.gpu.sft import QWEN3_1_7B, TINY, sft_config, write_yaml
 from benchmarks.gpu.watched import run_steps
-from sfumato.commands.check_model import check_model, needed
+from sfumato.commands.check_model import check_model, needed_bytes
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
@@ -74,7 +74,7 @@ def measure(setting: Setting, name: str) -> dict[str, Any]:
     predicted = findings.largest
     values: dict[str, Any] = {
         "predicted_gib": predicted.total / 2**30,
-        "needed_gib": needed(predicted, True) / 2**30,
+        "needed_gib": needed_bytes(predicted, True) / 2**30,
         "predicted": {part: size / 2**30 for part, size in predicted.parts.items()},
     }
     steps = run_steps(task, config, setting, 1, setting.size(2, 1))

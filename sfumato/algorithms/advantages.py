@@ -84,7 +84,7 @@ class RewardSumAdvantage:
             ValueError: when the shapes differ, or a reward is beyond ``LARGEST``.
         """
         del weights
-        return replace(self.of_sums(checked(rewards, group_ids), group_ids), components=components or {})
+        return replace(self.of_sums(check_rewards(rewards, group_ids), group_ids), components=components or {})
 
     def of_sums(self, rewards: Tensor, group_ids: Tensor) -> Advantages:
         """Advantages of float64 rewards ``[N]`` in groups ``[N]``."""
@@ -174,7 +174,7 @@ class GDPO:
         Raises:
             ValueError: also when a weighted component is missing.
         """
-        rewards = checked(rewards, group_ids)
+        rewards = check_rewards(rewards, group_ids)
         used_weights = {name: weight for name, weight in (weights or {}).items() if weight != 0}
         missing = [name for name in used_weights if name not in (components or {})]
         if not used_weights or missing:
@@ -292,7 +292,7 @@ def _clip_and_summarise(rewards: Tensor, group_ids: Tensor, values: Tensor, clip
     return _summarise(rewards, group_ids, values, ~torch.isfinite(rewards), _lacks_spread(rewards, group_ids))
 
 
-def checked(rewards: Tensor, group_ids: Tensor) -> Tensor:
+def check_rewards(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Rewards as float64. Raises ValueError when the shapes differ, or squares of the rewards could overflow."""
     if rewards.shape != group_ids.shape or rewards.ndim != 1:
         raise ValueError(f"rewards {tuple(rewards.shape)} and group_ids {tuple(group_ids.shape)} must both be [N]")

@@ -32,7 +32,7 @@ class DifferentiatedSteps(Protocol):
         """The differentiated steps of an iteration, ascending and never empty; none after them is computed."""
         ...
 
-    def most(self, num_steps: int) -> int:
+    def max_differentiated(self, num_steps: int) -> int:
         """The largest number of differentiated steps. Raises ValueError when the schedule is too short."""
         ...
 
@@ -53,10 +53,10 @@ class LastSteps:
     def steps(self, num_steps: int, seed: int, iteration: int) -> range:
         """As ``DifferentiatedSteps.steps``."""
         del seed, iteration
-        return range(num_steps - self.most(num_steps), num_steps)
+        return range(num_steps - self.max_differentiated(num_steps), num_steps)
 
-    def most(self, num_steps: int) -> int:
-        """As ``DifferentiatedSteps.most``."""
+    def max_differentiated(self, num_steps: int) -> int:
+        """As ``DifferentiatedSteps.max_differentiated``."""
         return _check_fits("k", self.k, num_steps)
 
 
@@ -75,11 +75,11 @@ class RandomLastSteps:
 
     def steps(self, num_steps: int, seed: int, iteration: int) -> range:
         """As ``DifferentiatedSteps.steps``."""
-        k = 1 + _draw(self.most(num_steps), seed, iteration)
+        k = 1 + _draw(self.max_differentiated(num_steps), seed, iteration)
         return range(num_steps - k, num_steps)
 
-    def most(self, num_steps: int) -> int:
-        """As ``DifferentiatedSteps.most``."""
+    def max_differentiated(self, num_steps: int) -> int:
+        """As ``DifferentiatedSteps.max_differentiated``."""
         return _check_fits("max_k", self.max_k, num_steps)
 
 
@@ -105,8 +105,8 @@ class PredictedImage:
         step = num_steps - last + _draw(last, seed, iteration)
         return range(step, step + 1)
 
-    def most(self, num_steps: int) -> int:
-        """As ``DifferentiatedSteps.most``."""
+    def max_differentiated(self, num_steps: int) -> int:
+        """As ``DifferentiatedSteps.max_differentiated``."""
         _check_fits("last", self.last, num_steps)
         return 1
 
@@ -168,7 +168,7 @@ class DirectAlign:
         del seed, iteration
         return range(num_steps, num_steps + self.num_passes)
 
-    def most(self, num_steps: int) -> int:
+    def max_differentiated(self, num_steps: int) -> int:
         """One: each pass has a backward pass of its own."""
         del num_steps
         return 1

@@ -124,7 +124,7 @@ class Checkpointer:
             try:
                 self.save(state)
             except CheckpointError as error:
-                self.run.owe(error)  # an export may fit where a checkpoint does not
+                self.run.store_error(error)  # an export may fit where a checkpoint does not
         elif due or stopping:
             self.save(state, must_succeed=stopping)
         # Completing a save is collective: all ranks must agree that every thread has finished.

@@ -23,10 +23,10 @@ from sfumato.commands.check_data import (
 from sfumato.commands.check_host import HostFindings, check_host
 from sfumato.commands.check_model import (
     ModelFindings,
+    build_planned_model,
     check_model,
     made_model,
-    needed,
-    planned_of,
+    needed_bytes,
     smallest_number_of_ranks,
 )
 from sfumato.commands.check_programs import check_programs
@@ -57,9 +57,9 @@ from sfumato.models.language.load import build_tokenizer, read_model_config
 from sfumato.models.language.parts import source_of, where_described
 from sfumato.models.language.router_config import (
     adds_router_loss,
-    asked_coefficient,
     describe_router_loss,
     refuse_router_loss,
+    router_loss_coefficient,
 )
 from sfumato.models.language.router_loss import check_router_settings
 from sfumato.models.language.source_folder import describe_jitter, describe_left_out
@@ -101,7 +101,7 @@ class Findings:
     @property
     def needed_bytes(self) -> int | None:
         """Bytes of the rank that needs most, with an allowance for what is not predicted; None without a model."""
-        return None if self.model is None else needed(self.model.largest, self.on_gpu)
+        return None if self.model is None else needed_bytes(self.model.largest, self.on_gpu)
 
     @property
     def exit_code(self) -> int:
@@ -176,7 +176,7 @@ def check_config(
         check_trackers(config.train.trackers)
     except UserError as error:
         findings.problems.append(str(error))
-    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):  # planned_of does not know their models
+    if isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)):  # whose models are not planned
         findings.notes.append(
             f"memory is not predicted for tasks/{name}.py: start a run of a few steps (train.max_steps)"
         )
@@ -219,7 +219,7 @@ def _look_at_text_rl(findings: Findings, config: TextRLConfig, layout: Layout) -
     except UserError as error:
         findings.notes.append(f"predicted by a description, which the run does not start from: {error}")
     if config.rollout.engine.is_server and findings.on_gpu:
-        planned = planned_of(config, layout, findings.on_gpu)
+        planned = build_planned_model(config, layout, findings.on_gpu)
         told, fits = describe_engine(config, planned, layout, findings.device_bytes)
         (findings.notes if fits else findings.problems).append(told)
     assert findings.model is not None
@@ -314,7 +314,7 @@ def _look_at_model_folder(findings: Findings, config: TrainTextConfig | TextRLCo
         refuse_router_loss(cls, described, where_described(model))
     elif cls is not None:
         findings.notes.extend(describe_router_loss(cls, described))
-        if asked_coefficient(described) and adds_router_loss(cls):
+        if router_loss_coefficient(described) and adds_router_loss(cls):
             check_router_settings(findings.layout, config.train.compiles("cuda" if findings.on_gpu else "cpu"))
 
 

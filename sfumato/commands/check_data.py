@@ -14,7 +14,7 @@ from sfumato.config.dit import TrainAutoencoderConfig, TrainDitConfig, TrainDitD
 from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_reward import TrainTextRewardConfig
 from sfumato.config.text_rl import TextRLConfig
-from sfumato.data.files.row_table import RowTable, filed_row
+from sfumato.data.files.row_table import RowTable, read_row_with_folder
 from sfumato.data.files.sources import Sources, open_sources, open_validation
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
 from sfumato.data.images.prompts import check_prompts, load_prompts
@@ -254,7 +254,7 @@ def _look_at_text(name: str, rows: RowTable, transform: TextTransform) -> Source
     """Transforms some rows of a source of text, and reads the heads of the media files of all others."""
 
     def look(index: int, findings: SourceFindings) -> None:
-        row = filed_row(rows, index) if has_media(transform) else rows[index]
+        row = read_row_with_folder(rows, index) if has_media(transform) else rows[index]
         for sample in transform(row, rows.describe(index)):
             findings.num_samples += 1
             findings.num_tokens += sample.num_tokens
@@ -275,7 +275,7 @@ def _look_at_heads(findings: SourceFindings, rows: RowTable, transform: ImageCon
             continue
         where = rows.describe(index)
         try:
-            row = filed_row(rows, index)
+            row = read_row_with_folder(rows, index)
             for medium in transform.files(row, where):
                 check_head(medium, where)
         except DataError as error:

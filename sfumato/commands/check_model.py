@@ -120,7 +120,7 @@ def check_model(
     Raises:
         UserError: when it cannot be built or cut as configured.
     """
-    planned = planned_of(config, layout, on_gpu)
+    planned = build_planned_model(config, layout, on_gpu)
     module = planned.build()
     if isinstance(config.model, LanguageModelConfig):
         refuse_unkeyed_dropout(module)
@@ -137,9 +137,11 @@ def check_model(
         findings.flops_per_token = flops.training([length]) / length
     findings.ranks, findings.counts_uncompiled = _plan_for(config, planned, layout, on_gpu, limit)
     # advice only where it does not fit: each change builds and plans the model once more
-    if limit is not None and needed(findings.largest, on_gpu) > limit:
+    if limit is not None and needed_bytes(findings.largest, on_gpu) > limit:
         changes = _try_changes(config, layout, on_gpu, limit, show)
-        findings.advice = [change for change in changes if change[1] < NOTABLY_LESS * needed(findings.largest, on_gpu)]
+        findings.advice = [
+            change for change in changes if change[1] < NOTABLY_LESS * needed_bytes(findings.largest, on_gpu)
+        ]
     return findings
 
 
@@ -152,7 +154,7 @@ def _plan_for(
     """
     ranks = _plan_ranks(config, planned, layout, on_gpu, limit)
     is_compiled = not isinstance(config, TrainAutoencoderConfig) and counts_compiled(config.train, layout, on_gpu)
-    if limit is None or not is_compiled or max(needed(rank, on_gpu) for rank in ranks) <= limit:
+    if limit is None or not is_compiled or max(needed_bytes(rank, on_gpu) for rank in ranks) <= limit:
         return ranks, is_compiled
     return _plan_ranks(config, planned, layout, on_gpu, limit, compiled=True), False
 
@@ -173,7 +175,7 @@ def _plan_ranks(
     return ranks
 
 
-def planned_of(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
+def build_planned_model(config: TaskConfig, layout: Layout, on_gpu: bool) -> Planned:
     """The model of a configuration, for ``plan_memory``."""
     train = config.train
     if isinstance(config, TrainTextRewardConfig):
@@ -253,7 +255,7 @@ def made_model(model: LanguageModelConfig) -> LanguageModelConfig:
     return maker.model_copy(update={"lora": model.lora, "dtype": model.dtype, "attention": model.attention})
 
 
-def needed(memory: RankMemory, on_gpu: bool) -> int:
+def needed_bytes(memory: RankMemory, on_gpu: bool) -> int:
     """Bytes that a rank needs on its device, with estimates of what is not predicted."""
     return round(memory.total * (1 + FRAGMENTED)) + CONTEXT_BYTES if on_gpu else memory.total
 
@@ -278,20 +280,23 @@ def _try_changes(
     for number, (name, settings, is_combined) in enumerate(changes, start=1):
         combined |= settings if is_combined else {}
         try:
-            yield name, _needed_with(config, settings, layout, on_gpu, limit)
+            yield name, _bytes_with_changes(config, settings, layout, on_gpu, limit)
         except UserError:  # a change that this model does not allow is no advice
             continue
         finally:
             progress.update(number)
     progress.close()
     if len(combined) > 1:
-        yield "these together: " + ", ".join(combined), _needed_with(config, combined, layout, on_gpu, limit)
+        yield "these together: " + ", ".join(combined), _bytes_with_changes(config, combined, layout, on_gpu, limit)
     # more processes do not help where each holds the whole model
     if config.train.data_parallel_mode == "ddp":
         return
     for times in (2, 4, 8):
         more = Layout.resolve(config.train, layout.size * times)
-        yield f"{more.size} processes instead of {layout.size}", (size := _needed_with(config, {}, more, on_gpu, limit))
+        yield (
+            f"{more.size} processes instead of {layout.size}",
+            (size := _bytes_with_changes(config, {}, more, on_gpu, limit)),
+        )
         if size <= limit:
             return
 
@@ -332,7 +337,9 @@ def _list_changes(config: TaskConfig, layout: Layout) -> Iterator[tuple[str, dic
         yield "model.lora {} and model.dtype bf16", {"model.lora": LoraConfig()}, False  # pyright: ignore[reportCallIssue]
 
 
-def _needed_with(config: TaskConfig, changes: Mapping[str, object], layout: Layout, on_gpu: bool, limit: int) -> int:
+def _bytes_with_changes(
+    config: TaskConfig, changes: Mapping[str, object], layout: Layout, on_gpu: bool, limit: int
+) -> int:
     """Bytes that the largest rank needs with changed fields of ``train`` or ``model``."""
     changes = dict(changes)
     model = config.model
@@ -343,5 +350,5 @@ def _needed_with(config: TaskConfig, changes: Mapping[str, object], layout: Layo
     train = config.train.model_copy(update=changes)
     changed = config.model_copy(update={"train": train, "model": model})
     layout = Layout.resolve(train, layout.size)
-    ranks, _ = _plan_for(changed, planned_of(changed, layout, on_gpu), layout, on_gpu, limit)
-    return max(needed(rank, on_gpu) for rank in ranks)
+    ranks, _ = _plan_for(changed, build_planned_model(changed, layout, on_gpu), layout, on_gpu, limit)
+    return max(needed_bytes(rank, on_gpu) for rank in ranks)

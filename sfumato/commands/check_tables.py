@@ -11,7 +11,7 @@ from rich.table import Table
 from sfumato.commands.check_config import DOES_NOT_FIT, WRONG, Findings
 from sfumato.commands.check_data import DataFindings, SourceFindings
 from sfumato.commands.check_host import HostFindings
-from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed
+from sfumato.commands.check_model import CONTEXT_BYTES, FRAGMENTED, needed_bytes
 from sfumato.config.characters import printable
 
 
@@ -114,7 +114,7 @@ def _show_memory(findings: Findings, console: Console) -> None:
         table.add_row(phase, *cells(rank.phases.get(phase, 0) for rank in ranks))
     if findings.on_gpu:
         context = f"with {CONTEXT_BYTES // 2**30} GiB of context and {FRAGMENTED:.0%} lost between allocations"
-        table.add_row(context, *cells(needed(rank, on_gpu=True) for rank in ranks))
+        table.add_row(context, *cells(needed_bytes(rank, on_gpu=True) for rank in ranks))
     table.add_section()
     for part in dict.fromkeys(part for rank in ranks for part in rank.host):
         table.add_row(f"in CPU memory: {part}", *cells(rank.host.get(part, 0) for rank in ranks))
@@ -131,14 +131,14 @@ def _show_memory(findings: Findings, console: Console) -> None:
 def _lacking(host: HostFindings) -> list[str]:
     """What a machine has too little of, with the largest part."""
     lacking = []
-    for kind, parts, needed_bytes, available in (
+    for kind, parts, wanted_bytes, available in (
         ("CPU memory", host.always | host.moments, host.needed_bytes, host.memory_bytes),
         ("disk", host.disk, sum(host.disk.values()), host.disk_bytes),
     ):
-        if available is not None and needed_bytes > available:
+        if available is not None and wanted_bytes > available:
             largest = max(parts, key=lambda part: parts[part])
             lacking.append(
-                f"{_format_bytes(needed_bytes)} of {kind} needed, {_format_bytes(available)} there; most by {largest}: "
+                f"{_format_bytes(wanted_bytes)} of {kind} needed, {_format_bytes(available)} there; most by {largest}: "
                 f"{_format_bytes(parts[largest])}"
             )
     return lacking

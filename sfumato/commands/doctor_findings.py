@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 import sfumato
 from sfumato.config.versions import describe_broken_package, installed_version, required_packages
 from sfumato.config.writing import open_new, remove
-from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, contradictions, known_release
+from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, contradictions, find_release
 
 if TYPE_CHECKING:
     import torch
@@ -292,7 +292,7 @@ def _check_engines() -> Iterator[Finding]:
         if wrong := [text for package in installed for text in contradictions(package)]:
             yield Finding("engines", engine, "broken", f"{version}: {'; '.join(wrong)}", remedy)
             continue
-        release = known_release(engine, version)
+        release = find_release(engine, version)
         how = "not known to this version of sfumato" if release is None else f"tested: {release.tested}"
         yield Finding("engines", engine, "ok", f"{version}: {how}")
 

@@ -95,7 +95,7 @@ class DirectAlgorithmConfig(RecipeAlgorithmConfig):
 
     def rows_per_sample(self, num_steps: int) -> int:
         """Most forward passes of a sample that wait for the backward pass. Raises ValueError for a short schedule."""
-        return self.steps.most(num_steps)
+        return self.steps.max_differentiated(num_steps)
 
 
 class DirectRLConfig(DiffusionRLConfig):

@@ -103,13 +103,13 @@ Models = Iterator[tuple[ModelSource, "PictureModel | TextModel", Callable[[Promp
 
 def _diffusion(sources: Sequence[ModelSource], options: GenerationOptions) -> Models:
     """Diffusion models. Their modules are imported here: language models need no diffusers."""
-    from sfumato.evaluation.pictures import filed_prompts, picture_models, picture_prompts, typed_prompts
+    from sfumato.evaluation.pictures import make_prompts_of_words, picture_models, picture_prompts, read_prompts_file
 
     def choose(prompts: PromptChoice) -> list[Any]:
         if prompts.file is not None:
-            return filed_prompts(prompts.file, prompts.key, prompts.limit)
+            return read_prompts_file(prompts.file, prompts.key, prompts.limit)
         if prompts.texts:
-            return typed_prompts(prompts.texts, prompts.images)
+            return make_prompts_of_words(prompts.texts, prompts.images)
         return picture_prompts(sources, prompts.limit)
 
     for source, model in picture_models(sources, options):
@@ -118,17 +118,17 @@ def _diffusion(sources: Sequence[ModelSource], options: GenerationOptions) -> Mo
 
 def _language(sources: Sequence[ModelSource], options: GenerationOptions) -> Models:
     """Language models."""
-    from sfumato.evaluation.texts import filed_text_prompts, text_models, text_prompts, typed_rows
+    from sfumato.evaluation.texts import make_rows_of_words, read_text_prompts_file, text_models, text_prompts
 
     for source, model in text_models(sources, options):
 
         def choose(prompts: PromptChoice, model: TextModel = model) -> list[Any]:
             if prompts.file is not None:
-                return filed_text_prompts(model, prompts.file, prompts.key, prompts.limit)
+                return read_text_prompts_file(model, prompts.file, prompts.key, prompts.limit)
             if prompts.texts:
                 if prompts.images and not model.data_type.has_images:
                     raise ConfigError("--image: this model sees no images: its folder has no processor for them")
-                return model.prompts_of(typed_rows(prompts.texts, prompts.images))
+                return model.prompts_of(make_rows_of_words(prompts.texts, prompts.images))
             return text_prompts(model, sources, prompts.limit)
 
         yield source, model, cast("Callable[[PromptChoice], list[Any]]", choose)

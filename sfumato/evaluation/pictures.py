@@ -305,7 +305,7 @@ def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[P
     return prompts[:limit]
 
 
-def typed_prompts(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
+def make_prompts_of_words(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
     """Prompts of the command line.
 
     Args:
@@ -329,7 +329,7 @@ def typed_prompts(texts: Sequence[str], images: Sequence[Path]) -> list[Prompt]:
     ]
 
 
-def filed_prompts(path: str, key: str | None, limit: int | None) -> list[Prompt]:
+def read_prompts_file(path: str, key: str | None, limit: int | None) -> list[Prompt]:
     """The prompts of a file; its other columns are metadata. Raises DataError as ``load_prompts``."""
     fields: dict[str, object] = {"train_path": path, "eval_path": path, "max_source_images": MOST_SOURCE_IMAGES}
     if key is not None:

@@ -28,7 +28,7 @@ from sfumato.errors import ConfigError
 from sfumato.evaluation.model_files import check_model_is_here, load_checkpoint
 from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore
 from sfumato.evaluation.sources import ModelSource, SourceRun, one_process, run_with_prompts
-from sfumato.models.language.hf_config import changing_positions, known_positions
+from sfumato.models.language.hf_config import changing_positions, max_positions
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import LanguageModel
 from sfumato.models.language.model_folder import GENERATION
@@ -113,7 +113,7 @@ class TextModel:
     def longest(self) -> int | None:
         """Tokens of the longest sequence that the model takes; None where it knows no limit."""
         config = self.model.plain.config
-        limits = [known_positions(config.get_text_config()), changing_positions(config), self.settings.max_length]
+        limits = [max_positions(config.get_text_config()), changing_positions(config), self.settings.max_length]
         return min((limit for limit in limits if limit is not None), default=None)
 
     def engine(self, num_tokens: int, is_for_training: bool = True) -> Engine:
@@ -193,7 +193,7 @@ class TextModel:
             ]
             return await asyncio.gather(*draws)
 
-        return [text.checked(self.template.without_text) for text in asyncio.run(draw_all())]
+        return [text.mark_unknown_tokens(self.template.without_text) for text in asyncio.run(draw_all())]
 
     def prompts_of(self, rows: Sequence[Mapping[str, object]]) -> list[TextPrompt]:
         """Prompts of rows that are in memory, as a file would hold them; paths are relative to the working folder.
@@ -302,7 +302,7 @@ def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | 
     ]
 
 
-def typed_rows(texts: Sequence[str], images: Sequence[Path]) -> list[dict[str, object]]:
+def make_rows_of_words(texts: Sequence[str], images: Sequence[Path]) -> list[dict[str, object]]:
     """Rows of prompts of the command line.
 
     Args:
@@ -326,7 +326,7 @@ def user_row(text: str, image: Path | None) -> dict[str, object]:
     return {"prompt": [{"role": "user", "content": parts}]}
 
 
-def filed_text_prompts(model: TextModel, path: str, key: str | None, limit: int | None) -> list[TextPrompt]:
+def read_text_prompts_file(model: TextModel, path: str, key: str | None, limit: int | None) -> list[TextPrompt]:
     """The prompts of a file, read as the run's data section, or as ``prompts``, says. Raises DataError."""
     longest = model.longest
     data_type = model.data_type

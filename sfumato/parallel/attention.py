@@ -464,10 +464,10 @@ class _RingAttention(torch.autograd.Function):
                 for accumulator, tensor in zip(accumulators, tile_grads, strict=True):
                     accumulator += tile.unfold(tensor)
             if hop is not None:
-                gradients += hop.arrive()
+                gradients += hop.wait()
             hop = _Hop(gradients, num_following, schedule.groups)
         assert hop is not None  # a ring has at least one rank
-        key_grad, value_grad = _unpack(hop.arrive(), [key.shape, value.shape])
+        key_grad, value_grad = _unpack(hop.wait(), [key.shape, value.shape])
         return query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype), None, None
 
 
@@ -487,7 +487,7 @@ class _Hop:
             # Together: if all ranks sent first, each could wait for a receiver.
             self._works = dist.batch_isend_irecv([send, receive])
 
-    def arrive(self) -> Tensor:
+    def wait(self) -> Tensor:
         """Waits for the transfer and returns the tensor that was received."""
         for work in self._works:
             work.wait()
@@ -512,4 +512,4 @@ def _pass_round(key: Tensor, value: Tensor, schedule: Schedule) -> Iterator[tupl
         hop = _Hop(block, num_following, groups) if step + 1 < groups.ring_size else None
         yield owner, *cast("tuple[Tensor, Tensor]", _unpack(block, shapes)), num_following
         if hop is not None:
-            block = hop.arrive()
+            block = hop.wait()

@@ -58,7 +58,8 @@ class Notice:
 
 
 class Heartbeats:
-    """The heartbeats of one rank, and what it knows of the others. Without threads: ``beat`` is called once a second.
+    """The heartbeats of one rank, and what it knows of the others. It has no threads: somebody calls
+    ``write_heartbeat`` once a second.
 
     All times are of this process's clock, so that no clocks are compared.
     """
@@ -79,7 +80,7 @@ class Heartbeats:
         self._signs: dict[int, bytes] = {}
         self._heard = dict.fromkeys(range(1, size), now) if rank == 0 else {}
 
-    def beat(self, store: dist.Store, is_last: bool = False) -> None:
+    def write_heartbeat(self, store: dist.Store, is_last: bool = False) -> None:
         """Writes a heartbeat, and reads what is to be known of the others.
 
         Args:
@@ -89,7 +90,7 @@ class Heartbeats:
         self._count += 1
         store.set(_key(self.rank), f"{LEFT if is_last else self._count} {self.hosts[self.rank]}")
         if self.rank == 0:
-            self._hear(store)
+            self._read_heartbeats(store)
             self.notice = self._write_notice(is_last)
             self._noticed = time.monotonic()
             store.set(NOTICE, json.dumps(asdict(self.notice)))
@@ -117,7 +118,7 @@ class Heartbeats:
         """Rank and host."""
         return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
 
-    def _hear(self, store: dist.Store) -> None:
+    def _read_heartbeats(self, store: dist.Store) -> None:
         """On rank 0: reads the heartbeats of all ranks that have not left."""
         heard_ranks = [rank for rank in self._heard if rank in self._signs or store.check([_key(rank)])]
         heartbeats = store.multi_get([_key(rank) for rank in heard_ranks]) if heard_ranks else []
@@ -165,7 +166,9 @@ class Peers:
         self._silent: dict[int, float] = {}
         """Since when the ranks are silent that were reported as such."""
         self._stop = threading.Event()
-        self._threads = [threading.Thread(target=target, daemon=True) for target in (self._talk, self._report_silence)]
+        self._threads = [
+            threading.Thread(target=target, daemon=True) for target in (self._exchange_heartbeats, self._report_silence)
+        ]
         for thread in self._threads:
             thread.start()
 
@@ -197,13 +200,13 @@ class Peers:
         self._stop.set()
         self._threads[0].join(2 * BEAT_S)
 
-    def _talk(self) -> None:
+    def _exchange_heartbeats(self) -> None:
         while not self._stop.is_set():
             try:
                 store = self._connect()
                 while True:
                     is_last = self._stop.is_set()
-                    self.heartbeats.beat(store, is_last)
+                    self.heartbeats.write_heartbeat(store, is_last)
                     if is_last:
                         return
                     self._stop.wait(BEAT_S)

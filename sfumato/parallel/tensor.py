@@ -222,7 +222,7 @@ def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module
     if style.meaning.cuts == "inputs":
         for linear in (layer, *firsts):
             cutter.cut(linear, "weight", 1, site.name, blocks)
-            styles.become(linear, styles.Rowwise, tp_whole_input=is_whole, **settings)
+            styles.change_class(linear, styles.Rowwise, tp_whole_input=is_whole, **settings)
         return {layer, *firsts}
     even = site.in_block and not is_whole
     for linear in (layer, *seconds):
@@ -230,7 +230,7 @@ def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module
             cutter.cut(linear, "weight", 0, site.name, blocks, even)
         if blocks == 1:
             cutter.cut(linear, "bias", 0, site.name, even=even)
-        styles.become(linear, styles.Colwise, tp_joined=is_whole, tp_blocks=blocks, **settings)
+        styles.change_class(linear, styles.Colwise, tp_joined=is_whole, tp_blocks=blocks, **settings)
     return {layer, *seconds}
 
 
@@ -302,7 +302,7 @@ def _apply_role(role: type[nn.Module], dim: int | None = None, even: bool = True
     def apply(module: nn.Module, site: _Site) -> set[nn.Module]:
         if dim is not None:
             site.cutter.cut(module, "weight", dim, site.name, even=even)
-        styles.become(module, role, tp_ranks=site.cutter.ranks)
+        styles.change_class(module, role, tp_ranks=site.cutter.ranks)
         return set() if dim is None else {module}
 
     return apply
@@ -318,7 +318,7 @@ def _apply_norm(module: nn.Module, site: _Site) -> set[nn.Module]:
 def _apply_summed(module: nn.Module, site: _Site) -> set[nn.Module]:
     owners = {owner for owner in module.modules() if owner._parameters}
     for owner in owners:
-        styles.become(owner, styles.Summed, tp_ranks=site.cutter.ranks)
+        styles.change_class(owner, styles.Summed, tp_ranks=site.cutter.ranks)
     return owners
 
 
@@ -330,7 +330,7 @@ def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
                 f"{site.name}: the style mla_kv_a_proj needs qk_rope_head_dim in the model's configuration"
             )
         width = config.qk_rope_head_dim
-        styles.become(module, styles.LatentKeyValue, tp_ranks=site.cutter.ranks, tp_rotary=width)
+        styles.change_class(module, styles.LatentKeyValue, tp_ranks=site.cutter.ranks, tp_rotary=width)
     return set()
 
 
@@ -345,7 +345,7 @@ def _apply_experts(module: nn.Module, site: _Site) -> set[nn.Module]:
 
 def _apply_local(module: nn.Module, site: _Site) -> set[nn.Module]:
     if site.in_partial_group:
-        styles.become(module, styles.Summed, tp_ranks=site.cutter.ranks)
+        styles.change_class(module, styles.Summed, tp_ranks=site.cutter.ranks)
         return {module}
     return _apply_role(styles.Local)(module, site)
 

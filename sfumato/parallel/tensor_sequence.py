@@ -86,9 +86,9 @@ def share_sequence(
             if is_partial is not False:
                 for owner in submodule.modules():
                     if owner._parameters and owner not in handled:
-                        styles.become(owner, styles.Summed, tp_ranks=ranks)
+                        styles.change_class(owner, styles.Summed, tp_ranks=ranks)
             if is_partial is not None:
-                styles.become(submodule, SequenceGroup, tp_sequence=sequence, tp_sums=is_partial)
+                styles.change_class(submodule, SequenceGroup, tp_sequence=sequence, tp_sums=is_partial)
     ordered = list(blocks.values())
     ordered[0].register_forward_pre_hook(sequence.enter, with_kwargs=True)
     ordered[-1].register_forward_hook(sequence.leave)

@@ -423,7 +423,7 @@ class CutHeads(nn.Module):
         return tuple(tensor.chunk(ranks.size, 1 if tensor.ndim == 4 else -1)[ranks.rank] for tensor in outputs)
 
 
-def become(module: nn.Module, role: type[nn.Module], **settings: object) -> None:
+def change_class(module: nn.Module, role: type[nn.Module], **settings: object) -> None:
     """Gives a module another forward, which may call the original one, by changing its class, as fsdp2 does.
 
     The new class, of the same name, derives from the role and the module's class. All modules of a class share it, so

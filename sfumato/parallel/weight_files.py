@@ -266,7 +266,7 @@ def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
     return paths[0] if len(paths) == 1 else files if isinstance(files, Path) else ", ".join(map(str, files))
 
 
-def converted(
+def convert_names(
     stored: dict[str, TensorSource],
     model: nn.Module,
     shapes: dict[str, tuple[int, ...]],

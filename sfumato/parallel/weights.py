@@ -34,7 +34,7 @@ from sfumato.parallel.shards import (
     plain_name,
     trainable_parameters,
 )
-from sfumato.parallel.weight_files import Held, TensorSource, converted, file_of, open_weights, read_shard
+from sfumato.parallel.weight_files import Held, TensorSource, convert_names, file_of, open_weights, read_shard
 
 NAMED = 5
 """Tensors that an error names; the others are counted."""
@@ -425,7 +425,7 @@ def _match_files(
     """A tensor of the files for each name that the module expects, and a list of problems."""
     root = _transformers_model(module)
     if root is not None:
-        stored = converted(stored, root, {name: expected.shape for name, expected in expected_tensors.items()})
+        stored = convert_names(stored, root, {name: expected.shape for name, expected in expected_tensors.items()})
     root = module if root is None else root
     # A tied weight may be stored under any of its names: by module and by the class's declaration.
     names_of: dict[int, set[str]] = {}
@@ -441,7 +441,7 @@ def _match_files(
         source = next((stored[alias] for alias in names if alias in stored), None)
         if source is not None:
             sources[name] = source
-            misfits += _misfit(name, source, expected)
+            misfits += _describe_misfit(name, source, expected)
         elif expected.is_meta or (strict and not _ignores(root, "missing", name)):
             missing.append(name)
     allowed = {*expected_tensors, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
@@ -451,7 +451,7 @@ def _match_files(
     return sources, problems + misfits
 
 
-def _misfit(name: str, source: TensorSource, expected: ExpectedTensor) -> list[str]:
+def _describe_misfit(name: str, source: TensorSource, expected: ExpectedTensor) -> list[str]:
     if source.shape != expected.shape:
         return [f"{name} has shape {source.shape} in the files, the module wants {expected.shape}"]
     if expected.dtype.is_floating_point and (not source.dtype.is_floating_point or _is_float8(source.dtype)):

@@ -360,15 +360,15 @@ def _open_lock(path: Path, flags: int) -> IO[bytes]:
         raise
     except OSError as error:
         if path.is_symlink() or not path.is_file():
-            raise _no_lock(path) from error
+            raise _not_a_lock(path) from error
         raise
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise _no_lock(path)
+        raise _not_a_lock(path)
     return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b", buffering=0)
 
 
-def _no_lock(path: Path) -> FolderError:
+def _not_a_lock(path: Path) -> FolderError:
     """The error for something else in the place of the lock."""
     kind = "is a link" if path.is_symlink() else file_problem(path) or "is no file"
     return FolderError(f"{path} {kind}, which no run has made: remove it")

@@ -165,7 +165,7 @@ def peak_flops(device: torch.device, mixed_precision: str, given_tflops: float |
         return given_tflops * 1e12
     if device.type != "cuda":
         return None
-    peaks = known_peaks(torch.cuda.get_device_name(device))
+    peaks = find_peaks(torch.cuda.get_device_name(device))
     if peaks is None:
         return None
     bf16, tf32, fp32 = peaks
@@ -187,7 +187,7 @@ def describe_float32(device: torch.device) -> list[str]:
     ]
 
 
-def known_peaks(name: str) -> tuple[float | None, float | None, float] | None:
+def find_peaks(name: str) -> tuple[float | None, float | None, float] | None:
     """The entry of ``PEAK_TFLOPS`` for a device's name, such as "NVIDIA H100 80GB HBM3"; the longest key that fits."""
     words = f" {name.replace('-', ' ')} ".lower()
     fitting = [gpu for gpu in PEAK_TFLOPS if all(f" {word} " in words for word in gpu.lower().split())]

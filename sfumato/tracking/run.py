@@ -279,7 +279,7 @@ class Run:
         except CheckpointError as error:
             self.say(f"{error}; the run goes on")
 
-    def owe(self, error: CheckpointError) -> None:
+    def store_error(self, error: CheckpointError) -> None:
         """Stores the error of the last checkpoint, until the rest of the run's end is done; ``finish`` raises it."""
         self.say(str(error))
         self._pending_error = error

@@ -33,7 +33,7 @@ def rollout(groups: list[int], first_id: int, sampled: Any) -> DiffusionRollout:
     ]
     names = list(dict.fromkeys(groups))
     conditioning = Conditioning({"prompt": torch.tensor(names)[:, None].float()})
-    return DiffusionRollout.made(requests, sampled, conditioning, names, sampled.latents, 3, [""] * len(groups))
+    return DiffusionRollout.from_samples(requests, sampled, conditioning, names, sampled.latents, 3, [""] * len(groups))
 
 
 def test_nothing_is_dropped_when_micro_batches_are_joined() -> None:

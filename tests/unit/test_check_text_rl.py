@@ -9,7 +9,7 @@ import pytest
 import torch
 import yaml
 
-from sfumato.commands.check_model import check_model, planned_of
+from sfumato.commands.check_model import build_planned_model, check_model
 from sfumato.commands.check_text_rl import add_previous, drawn_at_a_time
 from sfumato.config.load import load_config
 from sfumato.config.text_rl import TextRLConfig
@@ -66,7 +66,7 @@ def test_entropies_are_part_of_what_waits_for_the_backward_pass(chunked: bool, t
     settings |= {"model": model, "data": {**settings["data"], "max_prompt_tokens": LENGTH // 2}}
     settings["train"] |= {"micro_batch_size": 1, "chunked_loss": chunked, "mixed_precision": "no"}
     config = load_config(TextRLConfig, overrides=settings)
-    activations = count_activations(planned_of(config, Layout(), on_gpu=False), config.train, Layout())
+    activations = count_activations(build_planned_model(config, Layout(), on_gpu=False), config.train, Layout())
     module = real("qwen3")
     saved, ids, head = Saved(module), torch.zeros(1, LENGTH, dtype=torch.int64), module.get_output_embeddings()
     if chunked:
@@ -74,9 +74,9 @@ def test_entropies_are_part_of_what_waits_for_the_backward_pass(chunked: bool, t
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda packed: packed):
         output = module(input_ids=ids, position_ids=torch.arange(LENGTH)[None], use_cache=False).logits
         TokenScores(output, (1, LENGTH), head=head if chunked else None).log_probs_and_entropy(ids)
-    assert activations.before + activations.after + activations.copies + sum(activations.kept("none")) == pytest.approx(
-        saved.total, rel=0.1
-    )
+    assert activations.before + activations.after + activations.copies + sum(
+        activations.bytes_by_block("none")
+    ) == pytest.approx(saved.total, rel=0.1)
 
 
 def test_keys_and_values_are_those_of_transformers_cache(tmp_path: Path) -> None:
@@ -91,7 +91,7 @@ def test_keys_and_values_are_those_of_transformers_cache(tmp_path: Path) -> None
         with torch.no_grad():
             cache = module(input_ids=torch.zeros(1, 5, dtype=torch.int64), use_cache=True).past_key_values
         expected = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers) / 5
-        assert cached_bytes_per_token(planned_of(config, Layout(), on_gpu=False)) == expected, kind
+        assert cached_bytes_per_token(build_planned_model(config, Layout(), on_gpu=False)) == expected, kind
 
 
 def test_what_an_actor_draws_follows_from_where_the_sampler_is(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_what_an_actor_draws_follows_from_where_the_sampler_is(tmp_path: Path) -
     assert list(memory.parts) == ["gradients"]
     add_previous(memory, load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **late)))
     assert memory.parts["policy before the last update"] == 12
-    planned = planned_of(apart, two, on_gpu=False)
+    planned = build_planned_model(apart, two, on_gpu=False)
     result = drawing_bytes(planned, drawn, two, "fsdp2")
     assert result[COPY] == sum(parameter.nbytes for parameter in planned.build().parameters()) + sum(
         buffer.nbytes for buffer in planned.build().buffers()

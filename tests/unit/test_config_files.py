@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from sfumato.commands.check_config import check_config
-from sfumato.commands.check_model import planned_of
+from sfumato.commands.check_model import build_planned_model
 from sfumato.commands.check_text_rl import describe_engine
 from sfumato.commands.find_task import load_for_task
 from sfumato.config.load import load_config, merge
@@ -580,5 +580,5 @@ def test_what_an_engine_has_room_for_is_told(tensor_parallel_size, dtype, text, 
     engine = VllmSettings(tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_model_len=18432)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
     layout = Layout.resolve(config.train, 48)
-    told, has_room = describe_engine(config, planned_of(config, layout, True), layout, 80 * 2**30)
+    told, has_room = describe_engine(config, build_planned_model(config, layout, True), layout, 80 * 2**30)
     assert re.search(text, told) and "of 120 that are drawn by each engine" in told and has_room == fits

@@ -111,9 +111,9 @@ def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path, kind: str,
     if precision == "bf16":
         compute_in(module, torch.bfloat16)
     expected = really_saved(module, precision == "bf16")
-    assert activations.before + activations.after + activations.copies + sum(activations.kept("none")) == pytest.approx(
-        expected, rel=0.1
-    )
+    assert activations.before + activations.after + activations.copies + sum(
+        activations.bytes_by_block("none")
+    ) == pytest.approx(expected, rel=0.1)
     assert len(activations.blocks) == 3
 
 
@@ -121,9 +121,9 @@ def test_activations_are_those_of_a_real_forward_pass(tmp_path: Path, kind: str,
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_compiled_blocks_keep_what_is_predicted(tmp_path: Path, kind: str) -> None:
     planned, train = predicted(tmp_path, kind, mixed_precision="bf16", compile=True)
-    uncompiled = sum(count_activations(planned, train, Layout()).kept("none"))
+    uncompiled = sum(count_activations(planned, train, Layout()).bytes_by_block("none"))
     activations = count_activations(planned, train, Layout(), compiled=True)
-    compiled = sum(activations.kept("none"))
+    compiled = sum(activations.bytes_by_block("none"))
     assert 0.3 * uncompiled < compiled < uncompiled
     module = real(kind)
     compute_in(module, torch.bfloat16)
@@ -158,10 +158,14 @@ def test_recomputation_keeps_what_is_predicted(tmp_path: Path, kind: str, mode: 
     if mode == "full":
         rotary = module.model.rotary_emb(torch.zeros(1), torch.arange(LENGTH)[None])  # held, but not by autograd
         expected = really_saved(module, bf16=False) + sum(tensor.nbytes for tensor in rotary)
-        assert outside + sum(activations.kept(mode)) == pytest.approx(expected, rel=0.1)
+        assert outside + sum(activations.bytes_by_block(mode)) == pytest.approx(expected, rel=0.1)
     else:
-        assert sum(activations.kept("full")) < sum(activations.kept(mode)) < sum(activations.kept("none"))
-        assert sum(activations.kept(mode)) == pytest.approx(kept_by_policy(module), rel=0.1)
+        assert (
+            sum(activations.bytes_by_block("full"))
+            < sum(activations.bytes_by_block(mode))
+            < sum(activations.bytes_by_block("none"))
+        )
+        assert sum(activations.bytes_by_block(mode)) == pytest.approx(kept_by_policy(module), rel=0.1)
 
 
 def kept_by_policy(module: nn.Module) -> int:
@@ -249,7 +253,7 @@ def test_tensor_and_sequence_parallelism_share_activations(tmp_path: Path) -> No
 def test_stages_hold_their_layers_and_the_micro_batches_under_way(tmp_path: Path) -> None:
     settings = {"pipeline_parallel_size": 3, "global_batch_size": 6, "dyn_bsz": False}
     stages = plan_memory(*predicted(tmp_path, "qwen3", 3, **settings), 3)
-    per_block = count_activations(*predicted(tmp_path, "qwen3"), Layout()).kept("none")
+    per_block = count_activations(*predicted(tmp_path, "qwen3"), Layout()).bytes_by_block("none")
     assert [stage.parts["activations of blocks"] for stage in stages] == [
         3 * per_block[0],
         2 * per_block[1],
@@ -273,9 +277,9 @@ def test_chunked_loss_holds_no_logits(tmp_path: Path) -> None:
     planned, train = predicted(tmp_path, "qwen3", chunked_loss=True)
     activations = count_activations(planned, train, Layout())
     expected = really_saved(real("qwen3"), bf16=False, chunked=True)
-    assert activations.before + activations.after + activations.copies + sum(activations.kept("none")) == pytest.approx(
-        expected, rel=0.1
-    )
+    assert activations.before + activations.after + activations.copies + sum(
+        activations.bytes_by_block("none")
+    ) == pytest.approx(expected, rel=0.1)
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(rank=4)])

@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.json_lines import read_jsonl
-from sfumato.tracking.meters import PEAK_TFLOPS, Meter, known_peaks, memory_in_use, peak_flops
+from sfumato.tracking.meters import PEAK_TFLOPS, Meter, find_peaks, memory_in_use, peak_flops
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.timeline import Phase
 from tests.tiny import tiny_dit_config
@@ -127,7 +127,7 @@ def test_without_a_peak_there_is_no_utilisation() -> None:
     ],
 )
 def test_gpus_are_known_by_their_names(name: str, entry: str | None) -> None:
-    assert known_peaks(name) == (None if entry is None else PEAK_TFLOPS[entry])
+    assert find_peaks(name) == (None if entry is None else PEAK_TFLOPS[entry])
 
 
 def test_the_peak_follows_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -388,7 +388,7 @@ def test_recomputed_means_are_those_of_the_update_to_the_bit(model, dynamics):
         seed=1,
         iteration=0,
     )
-    batch = DiffusionRollout.made(requests, trajectories, conditioning, list(range(4)), latents, 0, [""] * 4)
+    batch = DiffusionRollout.from_samples(requests, trajectories, conditioning, list(range(4)), latents, 0, [""] * 4)
     parts = [torch.tensor([3, 0]), torch.tensor([], dtype=torch.long)]
     modes: list[bool] = []
     hook = model.denoiser.register_forward_hook(lambda *_: modes.append(torch.is_grad_enabled()))

@@ -116,11 +116,11 @@ def test_a_second_of_heartbeats_grows_with_the_ranks_and_not_with_their_square(
         ranks = [Heartbeats(rank, size) for rank in range(size)]
         for _ in range(2):  # the first time each rank is looked for
             for rank, line in zip(ranks, lines, strict=True):
-                rank.beat(line)
+                rank.write_heartbeat(line)
         monkeypatch.setattr(peers_module, "LOST_S", 0.0)
         before = [(line.requests, line.bytes) for line in lines]
         for rank, line in zip(ranks[:alive], lines, strict=False):
-            rank.beat(line)
+            rank.write_heartbeat(line)
         for rank in ranks[1:alive]:
             named = {silent for silent, _, _ in rank.notice.silent}
             assert named <= set(range(1, size)) and len(named) + rank.notice.num_others >= size - alive

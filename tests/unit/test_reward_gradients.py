@@ -437,7 +437,7 @@ def test_differentiated_steps() -> None:
     assert RandomLastSteps(9).steps(10, 2, 3) == RandomLastSteps(9).steps(10, 2, 3)
     for part in (LastSteps(11), RandomLastSteps(11), PredictedImage(11)):
         with pytest.raises(ValueError, match="more than the 10 denoising steps"):
-            part.most(10)
+            part.max_differentiated(10)
     with pytest.raises(ValueError, match="k must be at least 1"):
         LastSteps(0)
 

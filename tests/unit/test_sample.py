@@ -11,7 +11,7 @@ from PIL import Image
 from sfumato.cli import main
 from sfumato.config.load import merge
 from sfumato.errors import ConfigError
-from sfumato.evaluation.pictures import PictureModel, filed_prompts
+from sfumato.evaluation.pictures import PictureModel, read_prompts_file
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.embedded import engine
@@ -258,4 +258,4 @@ def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch,
 @pytest.mark.parametrize("name", ["", "None"])
 def test_prompts_of_a_file_without_a_name_are_an_error_of_the_option(name):
     with pytest.raises(ConfigError, match=f"--prompts '{name}'"):
-        filed_prompts(name, None, None)
+        read_prompts_file(name, None, None)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sfumato.data.text.chat import build_chat_template
-from sfumato.data.text.template_limits import TemplateLimitError, limit_template, limited_rendering
+from sfumato.data.text.template_limits import TemplateLimitError, limit_rendering, limit_template
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.language.parts import build_byte_tokenizer
 
@@ -69,7 +69,7 @@ def test_what_other_templates_make_stays_the_same() -> None:
 
     messages = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "größer"}]
     plain = _cached_compile_jinja_template(SAME).render(messages=messages, tools=None, documents=None)
-    with limited_rendering(SAME):
+    with limit_rendering(SAME):
         texts, _ = render_jinja_template(conversations=[messages], chat_template=SAME)
         marked, spans = render_jinja_template(
             conversations=[messages], chat_template=SAME, return_assistant_tokens_mask=True

@@ -123,7 +123,9 @@ def test_drawing_stops_at_them_whatever_the_engine(tmp_path: Path) -> None:
 
 def test_a_sample_that_is_damaged_says_why() -> None:
     drawn = DrawnText([single_turn([1], [5, 300], [-1.0, -1.0], [0, 0], "stop")], "a")
-    assert drawn.checked(frozenset({300, 301})).damage == "it drew the token 300, which the tokenizer has not"
-    assert drawn.checked(frozenset({301})) is drawn
+    assert (
+        drawn.mark_unknown_tokens(frozenset({300, 301})).damage == "it drew the token 300, which the tokenizer has not"
+    )
+    assert drawn.mark_unknown_tokens(frozenset({301})) is drawn
     prompt = DrawnText([single_turn([300], [5], [-1.0], [0], "stop")], "a")
-    assert prompt.checked(frozenset({300})) is prompt, "what it was given is not drawn"
+    assert prompt.mark_unknown_tokens(frozenset({300})) is prompt, "what it was given is not drawn"

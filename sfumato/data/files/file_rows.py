@@ -50,13 +50,13 @@ def read_column(rows: RowTable, key: str) -> list[object]:
     for index in range(len(rows)):
         try:
             row = rows[index]
-            values.append(row[key] if key in row else no_column(key, row, rows.describe(index)))
+            values.append(row[key] if key in row else missing_column_error(key, row, rows.describe(index)))
         except DataError as error:
             values.append(error)
     return values
 
 
-def no_column(key: str, columns: Iterable[str], where: str) -> DataError:
+def missing_column_error(key: str, columns: Iterable[str], where: str) -> DataError:
     """The error for a missing column, which names the columns that there are."""
     return DataError(f"{where}: no column {key!r}; its columns are {', '.join(map(str, columns))}")
 

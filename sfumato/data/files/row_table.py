@@ -46,7 +46,7 @@ class FiledRow(dict[str, object]):
     folder = Path()
 
 
-def filed_row(rows: RowTable, index: int) -> FiledRow:
+def read_row_with_folder(rows: RowTable, index: int) -> FiledRow:
     """Reads a row for a transform with media. Raises DataError as the table does."""
     row = FiledRow(rows[index])
     if hasattr(rows, "folder"):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, cast
 from sfumato.data.files.arrow_values import arrow_column, arrow_row, arrow_rows
 from sfumato.data.files.bad_rows import MAX_DEPTH, check_value, parse_json
 from sfumato.data.files.compressed import is_compressed, read_text, read_whole
-from sfumato.data.files.file_rows import MAX_LINE, FileRows, no_column
+from sfumato.data.files.file_rows import MAX_LINE, FileRows, missing_column_error
 from sfumato.data.files.folders import data_ending, find_sources
 from sfumato.data.files.row_table import FileTable, RowTable
 from sfumato.errors import DataError
@@ -135,7 +135,7 @@ class ParquetRows(FileRows):
     def column(self, key: str) -> list[object]:
         """One column of all rows, without reading the others. Raises DataError when there is none."""
         if key not in self._table.column_names:
-            raise no_column(key, self._table.column_names, str(self.path))
+            raise missing_column_error(key, self._table.column_names, str(self.path))
         return arrow_column(self._table.data.table, key, str(self.path))
 
 
@@ -444,7 +444,7 @@ def empty_file(path: Path, option: str) -> DataError:
 def text_field(row: dict[str, object], key: str, where: str) -> str:
     """A non-empty string column of a row. Raises DataError that names the row and the columns there are."""
     if key not in row:
-        raise no_column(key, row, where)
+        raise missing_column_error(key, row, where)
     value = row[key]
     if not isinstance(value, str) or not value.strip():
         raise DataError(f"{where}: column {key!r} must be a non-empty text, not {value!r}")

@@ -59,13 +59,13 @@ def nearest_size(height: int, width: int, sizes: Sequence[tuple[int, int]]) -> i
         sizes: height and width of each bucket.
     """
 
-    def misfit(size: tuple[int, int]) -> tuple[float, bool, int, tuple[int, int]]:
+    def rank_size(size: tuple[int, int]) -> tuple[float, bool, int, tuple[int, int]]:
         ratio = abs(math.log(size[0] * width / (size[1] * height)))
         is_enlarged = size[0] > height or size[1] > width
         area = size[0] * size[1]
         return round(ratio / SAME_RATIO), is_enlarged, area if is_enlarged else -area, size
 
-    return min(range(len(sizes)), key=lambda number: misfit(sizes[number]))
+    return min(range(len(sizes)), key=lambda number: rank_size(sizes[number]))
 
 
 class ImageTextDataset:

@@ -122,7 +122,7 @@ class MediaProcessor:
         """A reader that takes videos and audio, too, as far as the model does.
 
         Args:
-            limits: arguments of ``VideoProcessor.limited``.
+            limits: arguments of ``VideoProcessor.with_limits``.
 
         Raises:
             ConfigError: when the model takes neither in a way that is supported, or limits contradict each other.
@@ -145,7 +145,7 @@ class MediaProcessor:
         reader = copy.copy(self)
         reader.processor = copy.copy(self.processor)
         if takes_videos:
-            reader.processor.video_processor = videos.limited(**limits)
+            reader.processor.video_processor = videos.with_limits(**limits)
         reader.media = (*["image"] * self.sees, *["video"] * takes_videos, *["audio"] * takes_audio)
         return reader
 
@@ -182,7 +182,7 @@ class MediaProcessor:
         count = max(self._least_samples, round(seconds * self.processor.feature_extractor.sampling_rate))
         return Sound(generator.uniform(-0.5, 0.5, count).astype(np.float32))
 
-    def limited(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
+    def with_limits(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
         """A reader that scales images to numbers of pixels within these limits; None keeps the processor's own limit.
 
         Raises:
@@ -423,16 +423,20 @@ class Vision:
         """Tokens of the small media that are added to a batch which lacks a kind of media; see ``idle``."""
         return len(self.idle_ids)
 
-    def beside(self, input_ids: np.ndarray, images: MediaRefs | None) -> MultimodalInputs:
+    def multimodal_inputs(self, input_ids: np.ndarray, images: MediaRefs | None) -> MultimodalInputs:
         """The model's inputs beside the tokens of a document; waits where threads are opening the media.
 
         Raises DataError as ``MediaProcessor.tensors``.
         """
         if images is None or not len(images.shapes):
-            return self._beside(input_ids, {})
-        return self._beside(input_ids, self.reader.tensors(images) if images.opened is None else images.opened.result())
+            return self._pad_multimodal(input_ids, {})
+        return self._pad_multimodal(
+            input_ids, self.reader.tensors(images) if images.opened is None else images.opened.result()
+        )
 
-    def beside_rows(self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int) -> MultimodalInputs:
+    def multimodal_inputs_of_rows(
+        self, rows: Sequence[Sequence[int]], media: Sequence[Tensors], width: int
+    ) -> MultimodalInputs:
         """The model's inputs beside documents that have a row each, padded to ``width`` tokens.
 
         Args:
@@ -444,7 +448,9 @@ class Vision:
             Tensors of all documents, rotary positions ``[n, width, 3]`` where the model has such, and kinds
             ``[n, width]``.
         """
-        documents = [self._beside(np.array(row, np.int32), tensors) for row, tensors in zip(rows, media, strict=True)]
+        documents = [
+            self._pad_multimodal(np.array(row, np.int32), tensors) for row, tensors in zip(rows, media, strict=True)
+        ]
         kinds = torch.zeros(len(rows), width, dtype=torch.int64)
         positions = None
         if self._positions is not None:
@@ -472,7 +478,7 @@ class Vision:
         """Whether documents together have each kind of media that the model is trained with."""
         return self._idle.tensors.keys() <= {name for tensors in media for name in tensors}
 
-    def _beside(self, input_ids: np.ndarray, tensors: Tensors) -> MultimodalInputs:
+    def _pad_multimodal(self, input_ids: np.ndarray, tensors: Tensors) -> MultimodalInputs:
         kinds = torch.from_numpy(self.reader.kinds(input_ids))
         if self._positions is None:
             return MultimodalInputs(tensors, None, kinds)
@@ -494,7 +500,7 @@ class Vision:
             media.append(Sound(np.zeros(self.reader.processor.feature_extractor.sampling_rate // 10, np.float32)))
         texts, _ = self.reader.place(media)
         input_ids = np.array(self.reader.tokenizer("".join(texts), add_special_tokens=False)["input_ids"], np.int32)
-        return input_ids, self._beside(input_ids, self.reader.process_opened(media))
+        return input_ids, self._pad_multimodal(input_ids, self.reader.process_opened(media))
 
 
 def check_head(medium: Medium, where: str) -> None:

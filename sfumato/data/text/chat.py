@@ -156,7 +156,7 @@ class ChatTemplate:
         # Templates get the messages without ``loss_mask``, which is no part of the conversation.
         shown_messages = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
         chat = _Chat(self, shown_messages, tools, where)
-        texts = chat.marked_texts(trained) if GENERATION.search(chat.template) else chat.prefixed_texts(trained)
+        texts = chat.render_marked_texts(trained) if GENERATION.search(chat.template) else chat.prefixed_texts(trained)
         whole = [(text, spans) if expand is None else expand(text, spans, count) for text, spans, count in texts]
         tokens_of_texts = yield [text for text, _ in whole]
         encoded = []
@@ -209,7 +209,7 @@ class ChatTemplate:
     def _render_marked(
         self, tools: Sequence[Mapping[str, object]] | None, messages: list[Message]
     ) -> tuple[str, list[Span]]:
-        return _Chat(self, messages, tools, "").marked()
+        return _Chat(self, messages, tools, "").render_marked()
 
     def ended(self, text: str, start: int, following: str, calls: bool) -> tuple[str, int]:
         """Finds where the last answer of a text ends, with the token that ends it.
@@ -303,7 +303,7 @@ class _Chat:
         self.messages = with_text_arguments(messages) if has_calls and owner.joins_arguments else messages
         self.template = owner.tool_text if tools else owner.text
 
-    def marked(self, count: int | None = None) -> tuple[str, list[Span]]:
+    def render_marked(self, count: int | None = None) -> tuple[str, list[Span]]:
         """Renders the first ``count`` messages (None: all). Returns the text and the spans of its generation blocks."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -317,7 +317,7 @@ class _Chat:
             )
         return texts[0], cast(list[Span], blocks[0])
 
-    def marked_texts(self, trained: list[int]) -> list[Rendered]:
+    def render_marked_texts(self, trained: list[int]) -> list[Rendered]:
         """The texts to train on, for a template with generation blocks.
 
         It is the whole conversation, or one text for each answer where the template leaves out some of an earlier
@@ -326,7 +326,7 @@ class _Chat:
         Args:
             trained: indices of the messages in the loss.
         """
-        text, blocks = self._render_checked(self.marked)
+        text, blocks = self._render_checked(self.render_marked)
         # A tag that the prompt opens stands in front of the blocks, and may be repeated in the data.
         opening = opening_of(text[: blocks[0][0]]).strip() if blocks else ""
         for index in trained:
@@ -356,8 +356,8 @@ class _Chat:
 
         Raises DataError when the template leaves out some of the answer.
         """
-        text, blocks = self._render_checked(lambda: self.marked(index + 1), index + 1)
-        num_before = len(self._render_checked(lambda: self.marked(index), index)[1]) if index else 0
+        text, blocks = self._render_checked(lambda: self.render_marked(index + 1), index + 1)
+        num_before = len(self._render_checked(lambda: self.render_marked(index), index)[1]) if index else 0
         answer_blocks = blocks[num_before:]
         problem = find_problem(self.messages[index], _opened(text, answer_blocks))
         if problem is not None:
@@ -435,11 +435,11 @@ class _Chat:
         """
         import jinja2
 
-        from sfumato.data.text.template_limits import EXPRESSION_ERRORS, TemplateLimitError, limited_rendering
+        from sfumato.data.text.template_limits import EXPRESSION_ERRORS, TemplateLimitError, limit_rendering
 
         refusals = (jinja2.TemplateError, *EXPRESSION_ERRORS)
         try:
-            with limited_rendering(self.template):
+            with limit_rendering(self.template):
                 return render()
         except TemplateLimitError as error:
             raise DataError(f"{self.where}: the chat template {error}") from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.data.files.named_files import content_of_named_files
-from sfumato.data.files.row_table import filed_row
+from sfumato.data.files.row_table import read_row_with_folder
 from sfumato.data.files.sources import Sources
 from sfumato.data.identity import BLOCKS, content_of_file, content_of_media, content_of_model_file, digest_value
 from sfumato.data.media.kinds import File
@@ -60,7 +60,7 @@ def media_of_rows(rows: RowTable, transform: MediaTransform) -> list[File]:
     all_files: list[File] = []
     for index in range(len(rows)):
         try:
-            media = transform.files(filed_row(rows, index), rows.describe(index))
+            media = transform.files(read_row_with_folder(rows, index), rows.describe(index))
         except DataError:
             continue
         row_files = [cast("File", getattr(medium, "file", medium)) for medium in media]

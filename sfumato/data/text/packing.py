@@ -45,7 +45,7 @@ def make_batch(
     num_documents = len(documents)
     inputs: list[MultimodalInputs] = []
     if vision is not None:
-        inputs = [vision.beside(document.input_ids, document.images) for document in documents]
+        inputs = [vision.multimodal_inputs(document.input_ids, document.images) for document in documents]
         # Every rank must run the encoders, or collectives inside them would wait for ever: a batch that lacks a kind of
         # media gets one more document, with a small medium of each kind, that is in no loss.
         if not vision.is_complete([document_inputs.tensors for document_inputs in inputs]):

@@ -15,7 +15,7 @@ import torch
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
-from sfumato.data.files.row_table import FiledRow, RowTable, filed_row
+from sfumato.data.files.row_table import FiledRow, RowTable, read_row_with_folder
 from sfumato.data.media.document_media import MediaRefs, images_of
 from sfumato.data.prompt_loader import PromptLoader
 from sfumato.data.shared_rows import shared_line
@@ -155,7 +155,7 @@ def encode_rows(
     texts = []
     for index in indices:
         where = rows.describe(index)
-        row = read(filed_row(rows, index), where)
+        row = read(read_row_with_folder(rows, index), where)
         shown_tools = row.tools or tools
         if tools and (unknown := sorted(set(tool_names(row.tools or ())) - set(tool_names(tools)))):
             raise DataError(

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from sfumato.data.background import Calls
-from sfumato.data.files.row_table import RowTable, filed_row
+from sfumato.data.files.row_table import RowTable, read_row_with_folder
 from sfumato.data.text.document import TextSample
 from sfumato.data.text.format import TextTransform, has_media
 from sfumato.data.text.tokenise import Asking, Tokens
@@ -44,7 +44,7 @@ def samples_of(
     Raises:
         Exception: any other error of reading or transforming a row, when the row's turn comes.
     """
-    read = filed_row if has_media(transform) else (lambda rows, index: rows[index])
+    read = read_row_with_folder if has_media(transform) else (lambda rows, index: rows[index])
     if not _asks(transform):
         for index in indices:
             try:

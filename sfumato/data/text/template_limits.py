@@ -99,7 +99,7 @@ EXPRESSION_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, Attrib
 
 
 @contextmanager
-def limited_rendering(text: str) -> Iterator[None]:
+def limit_rendering(text: str) -> Iterator[None]:
     """A context in which transformers renders the template ``text`` with these limits, in this thread.
 
     Raises:
@@ -181,7 +181,7 @@ class _Folding(NodeTransformer):
         if not isinstance(node, nodes.Expr) or (isinstance(node, nodes.Literal) and not hasattr(node, "items")):
             return node
         try:
-            return nodes.Const(measured(self._value(node)), lineno=node.lineno)
+            return nodes.Const(check_size(self._value(node)), lineno=node.lineno)
         except TemplateLimitError:
             raise
         except Exception:  # no constant, or it fails, which is reported when it is rendered
@@ -243,7 +243,7 @@ def _check_whole(size: int) -> None:
         _refuse(f"makes more than {_budget.max_size:,} characters")
 
 
-def measured(value: object) -> Any:
+def check_size(value: object) -> Any:
     """Returns the value. Raises TemplateLimitError when it, with everything in it, is too large."""
     if isinstance(value, (str, bytes)):
         _check_whole(len(value))
@@ -295,7 +295,7 @@ def _multiply(first: Any, second: Any) -> object:
     for many, times in ((first, second), (second, first)):
         if isinstance(many, (str, bytes, list, tuple)) and isinstance(times, int):
             _check_size(len(many) * times)
-    return measured(first * second)
+    return check_size(first * second)
 
 
 def _add(first: object, second: object) -> object:
@@ -303,7 +303,7 @@ def _add(first: object, second: object) -> object:
     for kind in (str, bytes):
         if isinstance(first, kind) and isinstance(second, kind):
             _check_size(len(first) + len(second))
-    return measured(cast(Any, first) + second)
+    return check_size(cast(Any, first) + second)
 
 
 def _power(first: Any, second: Any) -> object:
@@ -380,7 +380,7 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
     """Puts the limits into an environment, for templates that are compiled afterwards."""
     call = environment.call
 
-    def limited_call(context: Any, function: Any, *arguments: Any, **named: object) -> object:
+    def call_within_limits(context: Any, function: Any, *arguments: Any, **named: object) -> object:
         _count()
         method = getattr(function, "__wrapped__", function)
         subject = getattr(method, "__self__", None)
@@ -392,20 +392,20 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
                 sizes = [len(part) for part in arguments[0] if isinstance(part, (str, bytes))]
                 _check_size(sum(sizes) + len(subject) * len(sizes))
             _check_call(name, subject, arguments, named)
-        return measured(call(context, function, *arguments, **named))
+        return check_size(call(context, function, *arguments, **named))
 
-    environment.call = limited_call
+    environment.call = call_within_limits
     environment.concat = lambda pieces: "".join(_bounded(pieces))  # pyright: ignore[reportAttributeAccessIssue]
     environment.globals.pop("lipsum", None)  # makes as many paragraphs as its argument says
     for name, function in list(environment.filters.items()):
-        environment.filters[name] = _limited_filter(name, function)
-    environment.filters |= {"_counted": _Counted, "_concatenated": concatenated, "_measured": measured}
+        environment.filters[name] = _limit_filter(name, function)
+    environment.filters |= {"_counted": _Counted, "_concatenated": concatenated, "_measured": check_size}
     # The sandbox looks up intercepted operators in its table; the others become plain operators of Python.
     environment.intercepted_binops = frozenset(OPERATORS)
     environment.binop_table = {**environment.binop_table, **OPERATORS}
 
 
-def _limited_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
+def _limit_filter(name: str, function: Callable[..., object]) -> Callable[..., object]:
     """A filter that checks its arguments and its result."""
     # Jinja passes its context, environment or evaluation context to such filters as the first argument.
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
@@ -420,12 +420,12 @@ def _limited_filter(name: str, function: Callable[..., object]) -> Callable[...,
             items = list(cast(Iterable[object], subject))
             arguments = (*arguments[:first], items, *values[1:])
             _check_size(sum(len(item) for item in items if isinstance(item, str)) + len(separator) * len(items))
-            measured(items)
+            check_size(items)
         elif name == "format":
             format_values = [*values[1:], *named.values()]
             _check_format(str(subject), format_values, "%", "*")
         else:
             _check_call(name, subject, values[1:], named)
-        return measured(function(*arguments, **named))
+        return check_size(function(*arguments, **named))
 
     return limited

@@ -27,7 +27,7 @@ from sfumato.config.file_checks import read_json
 from sfumato.config.writing import make_new_folder, open_new, write_atomically
 from sfumato.data.files.bad_rows import BadRows, describe_bad_rows
 from sfumato.data.files.file_digests import signature_of
-from sfumato.data.files.row_table import RowTable, filed_row
+from sfumato.data.files.row_table import RowTable, read_row_with_folder
 from sfumato.data.files.sources import Sources
 from sfumato.data.files.stored import (
     MANIFEST,
@@ -179,7 +179,7 @@ def _find_images(rows: RowTable, index: int, transform: MediaTransform, shapes: 
 
     There are as many as shapes of each kind; (0, 0, 0) is the shape of a drawn image.
     """
-    media = transform.files(filed_row(rows, index), rows.describe(index))
+    media = transform.files(read_row_with_folder(rows, index), rows.describe(index))
     drawn = [medium for medium in media if isinstance(medium, DrawnFile)]
     read = [medium for medium in media if not isinstance(medium, DrawnFile)]
     num_drawn = int((shapes.sum(1) == 0).sum())

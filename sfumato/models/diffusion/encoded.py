@@ -205,9 +205,9 @@ class OnlineEncoder:
         rows = read.usable(self.bad_rows)
         self.model.forget_prompts()  # captions rarely repeat; the memory would grow with the data
         if rows is None:
-            latents = no_latents(self.dataset, self.model)[None]
+            latents = placeholder_latents(self.dataset, self.model)[None]
             nothing = embed_nothing(self.model, self.dataset.size)
-            framing = no_framing(self.dataset)[None]
+            framing = placeholder_framing(self.dataset)[None]
             return EncodedBatch(latents, nothing, index_batch.sample_ids[:1], 0, self.size, framing)
         pixels, sample_ids = rows
         self._count_enlarged(read)
@@ -295,13 +295,13 @@ def encode_rows(
     return model.encode_pixels(pixels.flatten(0, 1)).unflatten(0, (-1, 2))
 
 
-def no_framing(dataset: Dataset) -> torch.Tensor:
+def placeholder_framing(dataset: Dataset) -> torch.Tensor:
     """The ``Picture.framing`` of a placeholder: an image of the wanted size that is not cropped."""
     framing = torch.tensor([*dataset.size[:2], 0, 0], dtype=torch.int32)
     return framing.expand(2, 4) if dataset.is_paired else framing
 
 
-def no_latents(dataset: Dataset, model: DiffusionModel) -> torch.Tensor:
+def placeholder_latents(dataset: Dataset, model: DiffusionModel) -> torch.Tensor:
     """The latents of a placeholder: zeros."""
     pair = (2,) if dataset.is_paired else ()
     return torch.zeros(*pair, *model.latent_shape(*dataset.size), device=model.device)

@@ -46,9 +46,9 @@ from sfumato.models.diffusion.encoded import (
     describe_cut,
     describe_enlarged,
     encode_rows,
-    no_framing,
-    no_latents,
     not_finite_error,
+    placeholder_framing,
+    placeholder_latents,
     shrink_loss_weights,
     stack_loss_weights,
     stack_sounds,
@@ -99,8 +99,10 @@ class LatentCache:
         self._own_negative = model.takes_image
         self._nothing = int(prompts.positions([rows.nothing])[0])
         stored_latents = latents.tensors.get("latents")
-        empty = no_latents(dataset, model).cpu() if stored_latents is None else torch.zeros_like(stored_latents[0])
-        self._placeholder = empty[None], no_framing(dataset)[None]
+        empty = (
+            placeholder_latents(dataset, model).cpu() if stored_latents is None else torch.zeros_like(stored_latents[0])
+        )
+        self._placeholder = empty[None], placeholder_framing(dataset)[None]
 
     def __len__(self) -> int:
         return len(self._latent_of)

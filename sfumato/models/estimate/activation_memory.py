@@ -65,7 +65,7 @@ class SavedBytes:
     copies: int = 0
     """Weights in autocast's precision, within and outside of blocks, which are saved besides."""
 
-    def kept(self, mode: str) -> list[int]:
+    def bytes_by_block(self, mode: str) -> list[int]:
         """Bytes of each block in a mode of ``train.activation_checkpointing``."""
         return [getattr(block, mode) for block in self.blocks]
 

@@ -298,7 +298,7 @@ def _add_activations(
     sizes = split_layers(len(saved.blocks), len(owners)) if layout.pp > 1 else [len(saved.blocks)]
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     stage_blocks = [block for part in part_indices for block in range(starts[part], starts[part] + sizes[part])]
-    kept_bytes = [saved.kept(mode)[block] for block in stage_blocks]
+    kept_bytes = [saved.bytes_by_block(mode)[block] for block in stage_blocks]
     waiting = _micro_batches_waiting(train, planned.num_micro_batches, stage)
 
     blocks = sum(kept_bytes) * waiting // share

@@ -29,7 +29,7 @@ from sfumato.models.estimate.memory_plan import Planned
 from sfumato.models.estimate.meta_vision import (
     encoder_bytes,
     freeze_as_configured,
-    unknown_encoders_refused,
+    refuse_unknown_encoders,
     vision_on_meta,
 )
 from sfumato.models.language.hf_config import attention_by_part, check_length
@@ -228,7 +228,7 @@ def _plan_tokens(
         check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, media_format)
         mode = train.activation_checkpointing
-        with unknown_encoders_refused(module):
+        with refuse_unknown_encoders(module):
             encoder = encoder_bytes(model, module, vision, rows * length, mode, dtype, on_gpu)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),

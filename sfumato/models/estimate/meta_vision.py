@@ -56,7 +56,7 @@ def vision_on_meta(config: LanguageModelConfig, module: PreTrainedModel, data_ty
     if is_made:
         add_image_tokens(tokenizer, described)
     vision = build_vision(described, None if is_made else source_of(config), module, tokenizer)
-    return vision.with_reader(data_type.limited(vision.reader))
+    return vision.with_reader(data_type.with_limits(vision.reader))
 
 
 def freeze_as_configured(module: PreTrainedModel, config: LanguageModelConfig) -> None:
@@ -69,7 +69,7 @@ def freeze_as_configured(module: PreTrainedModel, config: LanguageModelConfig) -
 
 
 @contextmanager
-def unknown_encoders_refused(module: nn.Module) -> Iterator[None]:
+def refuse_unknown_encoders(module: nn.Module) -> Iterator[None]:
     """Raises ConfigError, within the block, for a model whose encoder ``encoder_bytes`` cannot run or look into."""
     try:
         yield
@@ -108,7 +108,7 @@ def encoder_bytes(
         dtype: dtype of the computation; None is float32.
         on_gpu: count as on a GPU.
 
-    Its blocks are found by their names, and ``get_image_features`` runs it: see ``unknown_encoders_refused``.
+    Its blocks are found by their names, and ``get_image_features`` runs it: see ``refuse_unknown_encoders``.
     """
     from transformers import AutoModelForMultimodalLM
 
@@ -129,7 +129,7 @@ def encoder_bytes(
             with as_on_cuda(on_gpu):
                 _counted[key] = count_saved(small, blocks, _encoder_forward(small, inputs, dtype))
         saved = _counted[key]
-        measurements.append((saved.kept(mode)[-1], saved.before + saved.after))
+        measurements.append((saved.bytes_by_block(mode)[-1], saved.before + saved.after))
         patches.append(_num_patches(vision, media))
     bytes_per_block, bytes_outside = (of_two - of_one for of_one, of_two in zip(*measurements, strict=True))
     num_patches = num_tokens / vision.reader.tokens_per_patch

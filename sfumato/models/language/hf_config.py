@@ -89,7 +89,7 @@ def changing_positions(config: PreTrainedConfig) -> int | None:
     return min(limits, default=None)
 
 
-def known_positions(config: PreTrainedConfig) -> int | None:
+def max_positions(config: PreTrainedConfig) -> int | None:
     """The number of positions that a model supports, with those that the scaling of its rotary positions adds.
 
     None where the configuration names no limit.
@@ -115,7 +115,7 @@ def check_length(config: PreTrainedConfig, max_seq_len: int, what: str = "data.m
     Raises:
         ConfigError: when the model has fewer positions, even with those that the scaling of its rotary positions adds.
     """
-    positions = known_positions(config)
+    positions = max_positions(config)
     if positions is not None and max_seq_len > positions:
         raise ConfigError(
             f"{what} {max_seq_len} is above the {positions} positions that the model knows "

@@ -26,9 +26,9 @@ from sfumato.models.language.parts import read_model_config as read_model_config
 from sfumato.models.language.parts import source_of as source_of
 from sfumato.models.language.router_config import (
     adds_router_loss,
-    asked_coefficient,
     describe_router_loss,
     refuse_router_loss,
+    router_loss_coefficient,
 )
 from sfumato.models.language.source_folder import describe_left_out
 
@@ -92,11 +92,11 @@ def build_language_model(
         vision = build_vision(
             described, None if config.tokenizer_path == BYTES else source_of(config), module, tokenizer
         )
-        vision = vision.with_reader(data_type.limited(vision.reader))
+        vision = vision.with_reader(data_type.with_limits(vision.reader))
     check_vocabulary(module, tokenizer)
     settings = (DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss, vision)
     model = LanguageModel(module, tokenizer, *settings)
-    if with_router_loss and asked_coefficient(described) and adds_router_loss(type(module)):
+    if with_router_loss and router_loss_coefficient(described) and adds_router_loss(type(module)):
         from sfumato.models.language.router_loss import RouterLoss
 
         model.router_loss = RouterLoss(module)

@@ -511,7 +511,7 @@ class PackedModel(ABC, Generic[Output]):
         """
         if self.vision is None:
             return {}
-        inputs = self.vision.beside(input_ids, images)
+        inputs = self.vision.multimodal_inputs(input_ids, images)
         assert inputs.modality_ids is not None
         arguments = {name: inputs.modality_ids[None] for name in KINDS if name in self._arguments}
         if "feature_attention_mask" in self._arguments:  # omni models count positions only where there is a mask

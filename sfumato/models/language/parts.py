@@ -30,7 +30,7 @@ from sfumato.models.language.source_folder import (
     keep_float32,
     refuse_loss_terms,
     refuse_other_outputs,
-    settle_head,
+    resolve_tied_head,
 )
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.weights import build_on_meta, refuse_not_finite
@@ -257,7 +257,7 @@ def _read_model_config(config: LanguageModelConfig, sees: bool) -> PreTrainedCon
             described = load_pretrained(AutoConfig, folder, trust_remote_code=config.trust_remote_code)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"model.model_path {folder}: transformers cannot read config.json: {error}") from error
-        settle_head(folder, described)
+        resolve_tied_head(folder, described)
         if sees and hasattr(described, "thinker_config"):  # of a whole omni model, whose speaking part is left out
             described = described.thinker_config
         if not sees and described.model_type in HEAR:
@@ -304,9 +304,9 @@ def check_keys(cls: Any, fields: Mapping[str, object], where: str) -> None:
     Raises:
         ConfigError: for a key that the class has no field for in a file that somebody has written.
     """
-    unknown_keys = find_unknown_keys(cls, fields, where)
-    if unknown_keys and "transformers_version" not in fields:
-        path, valid_keys = next(iter(unknown_keys.items()))
+    check_sections = find_unknown_keys(cls, fields, where)
+    if check_sections and "transformers_version" not in fields:
+        path, valid_keys = next(iter(check_sections.items()))
         prefix, _, key = path.rpartition(".")
         place = f"{where}: {prefix}" if prefix else where
         raise ConfigError(f"{place}: {key}: unknown key{suggest(key, valid_keys)}")
@@ -322,7 +322,7 @@ def find_unknown_keys(cls: Any, fields: Mapping[str, object], where: str) -> dic
     from transformers import CONFIG_MAPPING, AutoConfig
 
     valid_keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
-    unknown_keys = {str(key): sorted(valid_keys) for key in fields if key not in valid_keys}
+    check_sections = {str(key): sorted(valid_keys) for key in fields if key not in valid_keys}
     for name, part in cls.sub_configs.items():
         part_fields = fields.get(name)
         if isinstance(part_fields, dict):
@@ -331,8 +331,8 @@ def find_unknown_keys(cls: Any, fields: Mapping[str, object], where: str) -> dic
                 raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
             part_cls = CONFIG_MAPPING[cast("str", kind)] if part is AutoConfig else part
             inner = find_unknown_keys(part_cls, part_fields, f"{where}: {name}")
-            unknown_keys |= {f"{name}.{key}": valid for key, valid in inner.items()}
-    return unknown_keys
+            check_sections |= {f"{name}.{key}": valid for key, valid in inner.items()}
+    return check_sections
 
 
 def describe_other_keys(config: LanguageModelConfig) -> tuple[str, ...]:

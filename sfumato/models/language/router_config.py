@@ -21,7 +21,7 @@ COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 REMEDY = "set output_router_logits to false in its config.json, and balance experts by train.expert_bias_rate"
 
 
-def asked_coefficient(config: PreTrainedConfig) -> float:
+def router_loss_coefficient(config: PreTrainedConfig) -> float:
     """The weight of the auxiliary loss in transformers' configuration; 0 where it does not ask for the loss."""
     parts = (config, config.get_text_config())
     # of a model that sees, either the whole configuration or that of its text holds the fields
@@ -39,7 +39,7 @@ def adds_router_loss(cls: type[nn.Module]) -> bool:
 
 def describe_router_loss(cls: type[nn.Module], config: PreTrainedConfig) -> tuple[str, ...]:
     """A line for the log about the loss, where a configuration asks for it; else none."""
-    coefficient = asked_coefficient(config)
+    coefficient = router_loss_coefficient(config)
     if not coefficient:
         return ()
     asks = f"config.json asks for the auxiliary loss of routers (output_router_logits, weight {coefficient:g})"
@@ -62,7 +62,7 @@ def refuse_router_loss(cls: type[nn.Module] | None, config: PreTrainedConfig, wh
     Raises:
         ConfigError: when transformers would add the loss, or may.
     """
-    coefficient = asked_coefficient(config)
+    coefficient = router_loss_coefficient(config)
     if coefficient and (cls is None or adds_router_loss(cls)):
         raise ConfigError(
             f"{where}: output_router_logits with a weight of {coefficient:g} asks for an auxiliary loss of routers, "

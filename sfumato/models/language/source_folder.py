@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from sfumato.config.file_checks import read_json_object
 from sfumato.errors import ConfigError
-from sfumato.parallel.weight_files import converted, open_weights
+from sfumato.parallel.weight_files import convert_names, open_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -203,7 +203,7 @@ def describe_jitter(config: PreTrainedConfig) -> str | None:
     return None
 
 
-def settle_head(folder: Path, config: PreTrainedConfig) -> None:
+def resolve_tied_head(folder: Path, config: PreTrainedConfig) -> None:
     """Settles whether a model's output layer is its embedding, where the folder holds another matrix for it.
 
     Where config.json says nothing, and transformers' class ties the two by default (Mistral 3, InternVL), they are
@@ -303,7 +303,7 @@ def float32_names(module: nn.Module, folder: Path | None) -> set[str]:
         shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         with suppress(ConfigError):  # two tensors of one name, which reading the weights reports
             # names of the module that differ from those in the files; equal ones are in ``dtypes`` already
-            readable = converted(stored, module, shapes, skip_others=True)
+            readable = convert_names(stored, module, shapes, skip_others=True)
             dtypes |= {name: tensor.dtype for name, tensor in readable.items()}
     stored_names = tensors.keys() & dtypes.keys()
     return (by_class - stored_names) | {name for name in stored_names if dtypes[name] == torch.float32}

@@ -143,7 +143,7 @@ class OwnCodes(ABC):
     def _decode_codes(self, codes: Tensor) -> Tensor:
         """Decodes the codes of one image, int64 ``[1, h w]``: float32 ``[3, H, W]``, for the image processor."""
 
-    def shown(self, image: Image.Image) -> str:
+    def image_text(self, image: Image.Image) -> str:
         """The text of an image that the model reads, resized by its processor. Raises ValueError if that refuses it."""
         raise NotImplementedError
 
@@ -256,7 +256,7 @@ class Emu3Codes(OwnCodes):
         return ImageText(f"{start}{rows}*{columns}{wrapper}", end, "<|visual token {:06d}|>", columns, self.LINE_END)
 
     @torch.no_grad()
-    def shown(self, image: Image.Image) -> str:
+    def image_text(self, image: Image.Image) -> str:
         codes = self._encode_pixels(self._pixels(image))
         return self._text(*codes.shape).of(codes.flatten().tolist())
 
@@ -370,7 +370,7 @@ class ChameleonCodes(OwnCodes):
         self.text = ImageText(*names)  # pyright: ignore[reportArgumentType]
 
     @torch.no_grad()
-    def shown(self, image: Image.Image) -> str:
+    def image_text(self, image: Image.Image) -> str:
         codes = self._encode_pixels(self._pixels(image))
         return self.text.opening + "".join(self.names[code] for code in codes.flatten().tolist()) + self.text.closing
 

@@ -78,7 +78,9 @@ class OmniModel(LanguageModel):
             if gathered:
                 self.module.reshard()  # pyright: ignore[reportCallIssue]
 
-    def drawn(self, scores: TokenScores, wanted: Tensor, batch: TokenBatch) -> tuple[Tensor, Tensor, list[int]]:
+    def flow_head_inputs(
+        self, scores: TokenScores, wanted: Tensor, batch: TokenBatch
+    ) -> tuple[Tensor, Tensor, list[int]]:
         """Inputs of the flow head for the N - 1 images that a micro-batch draws, and for a blank one.
 
         The blank image is not part of the loss; with it every rank runs the head, whether it has images or not.

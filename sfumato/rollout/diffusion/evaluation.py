@@ -99,7 +99,7 @@ def sample_images(
         marked_images = [marked for part in parts for marked in draw(part)]
     else:
         # not observed: it is drawn once more below, and would be counted twice
-        exact = cache.measured(lambda: cast(np.ndarray, draw(slice(0, 1), observe=None)[0][0]))
+        exact = cache.measure(lambda: cast(np.ndarray, draw(slice(0, 1), observe=None)[0][0]))
         with cache.active():
             marked_images = [marked for part in parts for marked in draw(part)]
         cache.compare(exact, marked_images[0][0])  # pyright: ignore[reportArgumentType]  (images: no sound has a cache)

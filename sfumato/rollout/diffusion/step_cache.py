@@ -54,7 +54,7 @@ class StepCache:
                 "set it to 0, or take fsdp2 or ddp"
             )
 
-    def measured(self, draw: Callable[[], np.ndarray]) -> np.ndarray:
+    def measure(self, draw: Callable[[], np.ndarray]) -> np.ndarray:
         """Runs ``draw`` with all steps computed, and remembers the factors. Every rank calls it.
 
         Args:
@@ -77,7 +77,7 @@ class StepCache:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the block, samples are denoised with steps left out. ``measured`` must have been called.
+        """Inside the block, samples are denoised with steps left out. ``measure`` must have been called.
 
         Only whole trajectories may be denoised inside: diffusers counts their steps.
         """

@@ -85,7 +85,7 @@ class DiffusionRollout(Rollout):
         return self.conditioning.rows([row_of[request.group_id] for request in self.requests])
 
     @classmethod
-    def made(
+    def from_samples(
         cls,
         requests: list[SampleRequest],
         replay_data: ReplayData,
@@ -173,7 +173,7 @@ class EncodedRequests:
         ]
         damage = [sample.damage for sample in samples]
         groups = list(self._prompts)
-        rollout = DiffusionRollout.made(
+        rollout = DiffusionRollout.from_samples(
             self.requests, cast(ReplayData, replay_data), self._by_group, groups, latents, version, damage
         )
         return rollout, samples

@@ -99,7 +99,7 @@ class DrawnText:
         """Tokens that the policy drew."""
         return sum(sequence.num_drawn for sequence in self.sequences)
 
-    def checked(self, without_text: frozenset[int]) -> DrawnText:
+    def mark_unknown_tokens(self, without_text: frozenset[int]) -> DrawnText:
         """The same, marked as damaged where a drawn token is in ``without_text``, ids that the tokenizer does not have.
 
         Such ids exist where a model's vocabulary is padded beyond that of its tokenizer. They decode to nothing, so

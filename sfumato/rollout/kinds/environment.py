@@ -19,7 +19,7 @@ from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
 from sfumato.rollout.text.tokens import GrowingSequence
-from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
+from sfumato.rollout.text.turn_tokens import defuse_tokens, end_token, tokens_after, tokens_between
 
 if TYPE_CHECKING:
     from sfumato.data.text.chat_message import Message
@@ -197,7 +197,7 @@ class _Play:
     def tokens_of(self, observation: str, drawn: list[int], sampling: Sampling) -> list[int]:
         """The tokens of an observation, with the beginning of the policy's next turn."""
         if self.messages is None:
-            return tokens_after(self.template, drawn[-1], defused(observation, self.template.tokenizer))
+            return tokens_after(self.template, drawn[-1], defuse_tokens(observation, self.template.tokenizer))
         message = {"role": "user", "content": observation}
         return tokens_between(self.template, [message], end_token(drawn, sampling), self.prompt.tools)
 

@@ -32,10 +32,12 @@ class SingleTurn(RolloutKind):
         room = limits.room(len(sequence), len(sequence))
         if room:
             await sequence.draw(engine, keys.request_seed(), room, sampling)
-        return answered(sequence, prompt, template, is_truncated=not room or sequence.finish_reason == "length")
+        return make_answer(sequence, prompt, template, is_truncated=not room or sequence.finish_reason == "length")
 
 
-def answered(sequence: GrowingSequence, prompt: TextPrompt, template: PromptTemplate, is_truncated: bool) -> DrawnText:
+def make_answer(
+    sequence: GrowingSequence, prompt: TextPrompt, template: PromptTemplate, is_truncated: bool
+) -> DrawnText:
     """The sample of a prompt whose answer is everything after the prompt in ``sequence``."""
     text = template.decode(sequence.token_ids[sequence.num_prompt_tokens :])
     messages = prompt.messages and [*prompt.messages, {"role": "assistant", "content": text}]

@@ -17,7 +17,7 @@ from sfumato.rollout.agents.tools import Tool, ToolResult, build_tool
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
 from sfumato.rollout.text.tokens import GrowingSequence
-from sfumato.rollout.text.turn_tokens import defused, end_token, tokens_after, tokens_between
+from sfumato.rollout.text.turn_tokens import defuse_tokens, end_token, tokens_after, tokens_between
 
 SHORT = {"calc": "calculator"}
 """Short names of tools for inline calls, which take fewer tokens."""
@@ -49,7 +49,7 @@ class ToolUse(RolloutKind):
         if self.max_turns < 1 or self.max_output_chars < 1 or not self.tool_timeout_s > 0:
             raise ConfigError("rollout.kind: max_turns, max_output_chars and tool_timeout_s must be positive")
 
-    def by_name(self) -> dict[str, Tool]:
+    def tools_by_name(self) -> dict[str, Tool]:
         """The tools by name. Raises ConfigError when two have the same name, and whatever ``build_tool`` raises."""
         built = [_build(name, self.tool_timeout_s) for name in self.use]
         if len({tool.name for tool in built}) < len(built):
@@ -57,7 +57,7 @@ class ToolUse(RolloutKind):
         return {tool.name: tool for tool in built}
 
     def prepare(self, template: PromptTemplate) -> None:
-        tools = self.by_name()
+        tools = self.tools_by_name()
         if self.calls == "inline":
             wrong = [name for name, tool in tools.items() if len(tool.parameters) != 1]
             if wrong:
@@ -100,7 +100,7 @@ class ToolUse(RolloutKind):
             )
 
     def tools(self) -> Tools | None:
-        return [tool.schema for tool in self.by_name().values()] if self.calls == "hermes" else None
+        return [tool.schema for tool in self.tools_by_name().values()] if self.calls == "hermes" else None
 
     async def draw(
         self,
@@ -126,7 +126,7 @@ class ToolUse(RolloutKind):
         """Turns of a conversation: each call of a tool is answered by a message of role tool."""
         sequence = GrowingSequence.after_prompt(prompt.token_ids)
         messages = list(prompt.messages or [])
-        tools = self.by_name()
+        tools = self.tools_by_name()
         schemas = [tool.schema for tool in tools.values()]
         results: list[ToolResult] = []
         text = ""
@@ -169,7 +169,7 @@ class ToolUse(RolloutKind):
     ) -> DrawnText:
         """One answer, within which results of tools are inserted after the calls."""
         sequence = GrowingSequence.after_prompt(prompt.token_ids)
-        tools = self.by_name()
+        tools = self.tools_by_name()
         results: list[ToolResult] = []
         # Drawing stops at every token that could end a call; if it was none, the same turn goes on.
         ends = tokens_that_end_in(template.tokenizer, INLINE_END) - set(sampling.stop_token_ids)
@@ -193,7 +193,7 @@ class ToolUse(RolloutKind):
             if turn == self.max_turns - 1:
                 break
             results.append(await tool.call({tool.parameters[0]: call[1]}, self.max_output_chars))
-            text_of_result = defused(results[-1].text, template.tokenizer)
+            text_of_result = defuse_tokens(results[-1].text, template.tokenizer)
             tokens = tokens_after(template, sequence.token_ids[-1], text_of_result)
             if len(tokens) >= limits.room(sequence.num_prompt_tokens, len(sequence)):
                 break

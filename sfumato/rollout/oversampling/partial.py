@@ -27,7 +27,7 @@ from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.engines.base import Engine, Sampling
 from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
-from sfumato.rollout.kinds.single_turn import answered
+from sfumato.rollout.kinds.single_turn import make_answer
 from sfumato.rollout.oversampling.first_finished import SERVED_TURN_S, AnswerKey, FirstFinished
 from sfumato.rollout.oversampling.unfinished import Group, UnfinishedGroups
 from sfumato.rollout.text.tokens import GrowingSequence, TextRollout
@@ -163,10 +163,10 @@ class OverSampling:
                 sequence = GrowingSequence.after_prompt(prompt.token_ids, prompt.images)
                 sequence.append_drawn(answer)
                 sequence.finish_reason = answer.finish_reason
-                text = answered(sequence, prompt, template, is_truncated=answer.finish_reason == "length")
+                text = make_answer(sequence, prompt, template, is_truncated=answer.finish_reason == "length")
                 sample_id = place * len(group.answers) + member
                 requests.append(SampleRequest(sample_id, place, group.prompt_id, is_first=member == 0))
                 versions.append(min(answer.versions, default=version))
                 sequences.append(text.sequences)
-                samples.append(text.checked(template.without_text).sample(prompt, place))
+                samples.append(text.mark_unknown_tokens(template.without_text).sample(prompt, place))
         return TextRollout(requests=requests, versions=versions, sequences=sequences), samples

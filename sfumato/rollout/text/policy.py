@@ -280,7 +280,7 @@ class TextGenerator:
             return await asyncio.gather(*draws)
 
         texts = self._with_restarts(lambda: asyncio.run(draw_all()))
-        texts = [text.checked(self.template.without_text) for text in texts]
+        texts = [text.mark_unknown_tokens(self.template.without_text) for text in texts]
         samples = [text.sample(prompt, group) for text, prompt, group in zip(texts, prompts, groups, strict=True)]
         return [text.sequences for text in texts], samples
 

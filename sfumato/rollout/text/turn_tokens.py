@@ -38,7 +38,7 @@ def tokens_between(
     Raises:
         ConfigError: when the chat template cannot render such messages.
     """
-    shown = [_defused(message, template.tokenizer) for message in messages]
+    shown = [_defuse_message(message, template.tokenizer) for message in messages]
     history = [{"role": "user", "content": "."}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = template.render([*history, *shown], "the messages between two turns", tools)
@@ -88,12 +88,12 @@ def tokens_after(template: PromptTemplate, last_token: int, text: str) -> list[i
     return joined[len(prefix) :] if prefix and joined[: len(prefix)] == prefix else separate
 
 
-def _defused(message: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
+def _defuse_message(message: Message, tokenizer: PreTrainedTokenizerBase) -> Message:
     content = message.get("content")
-    return {**message, "content": defused(content, tokenizer)} if isinstance(content, str) else message
+    return {**message, "content": defuse_tokens(content, tokenizer)} if isinstance(content, str) else message
 
 
-def defused(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def defuse_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
     """A text in which the texts of special tokens are broken up by a space after their first character."""
     for name in special_names(tokenizer):
         if name in text:

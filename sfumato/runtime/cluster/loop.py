@@ -131,7 +131,7 @@ class DriverLoop:
         if time.monotonic() - self._last_look > LOOK_S:
             self._look_at_ray()
             self._look_at_starts()
-        for future, part in self._hear(timeout_s):
+        for future, part in self._receive_replies(timeout_s):
             self._take_reply(future, part)
         self._ask_for_heartbeats()
         self._give_up()
@@ -147,7 +147,7 @@ class DriverLoop:
                 self._is_telling = False
             self._flush()
 
-    def sent(self, future: RayFuture, part: CallPart, reference: ObjectRef) -> None:
+    def register_sent(self, future: RayFuture, part: CallPart, reference: ObjectRef) -> None:
         """Registers a part of a call that a role has sent."""
         part.reference = reference
         part.running_s = None
@@ -226,7 +226,7 @@ class DriverLoop:
         for role in self.roles:
             role.flush()
 
-    def _hear(self, timeout_s: float) -> list[tuple[RayFuture, CallPart]]:
+    def _receive_replies(self, timeout_s: float) -> list[tuple[RayFuture, CallPart]]:
         """Waits for replies, and handles heartbeats.
 
         Returns:
@@ -281,7 +281,7 @@ class DriverLoop:
         """Handles what every answer contains: whether the process was asked to stop, and lines for the user."""
         if stop:
             self.run.stop_requested = True
-        for line in self._role_of(process).new_lines(process.hear(said)):
+        for line in self._role_of(process).new_lines(process.take_new_lines(said)):
             self.run.say(line)
 
     def _role_of(self, process: RoleProcess) -> RayRole:

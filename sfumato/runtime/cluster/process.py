@@ -161,7 +161,7 @@ class RoleProcess:
         """Ray's reference to the answer of ``RoleWorker.stacks``, which the health thread gives."""
         return self._actor.stacks.options(concurrency_group="health").remote()
 
-    def hear(self, said: Said) -> list[str]:
+    def take_new_lines(self, said: Said) -> list[str]:
         """The lines of an answer that are new; the same line may come with several answers."""
         new = said.lines[max(self._num_heard - said.first, 0) :]
         self._num_heard += len(new)

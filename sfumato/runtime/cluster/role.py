@@ -21,7 +21,7 @@ from sfumato.runtime.cluster.process import (
     RolePlan,
     RoleProcess,
 )
-from sfumato.runtime.cluster.worker import arrive, build_state, identify, open_store
+from sfumato.runtime.cluster.worker import build_state, confirm_arrival, identify, open_store
 from sfumato.runtime.roles import OTHER, close_engine
 from sfumato.tracking.shared_folder import Token
 from sfumato.tracking.source_code import CODE, describe_difference, versions
@@ -111,7 +111,11 @@ class RayRole:
         The future raises ValuesLostError, which names the role that made them, when some are lost.
         """
         return self._issue(
-            arrive, self._shared([tuple(handles) for handles in parts], ()), shippers=(), prefetches=True, kind="load"
+            confirm_arrival,
+            self._shared([tuple(handles) for handles in parts], ()),
+            shippers=(),
+            prefetches=True,
+            kind="load",
         )
 
     def wait_ready(self) -> None:
@@ -353,7 +357,7 @@ class RayRole:
         self.loop.count_bytes(self.name, function_bytes)
         for handle, reference in zip(part.keeps, references[1:], strict=True):
             handle.reference = reference
-        self.loop.sent(future, part, references[0])
+        self.loop.register_sent(future, part, references[0])
 
 
 class RayGroup(RayRole):

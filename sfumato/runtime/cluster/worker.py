@@ -110,7 +110,7 @@ class RoleRun:
         """Does nothing: the driver has written its metrics to disk before it asks for a checkpoint."""
         return ""
 
-    def owe(self, error: CheckpointError) -> None:
+    def store_error(self, error: CheckpointError) -> None:
         """Raises the error of the last checkpoint at once; it reaches the driver, which stops."""
         raise error
 
@@ -308,7 +308,7 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
     return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions("ray"), folder)
 
 
-def arrive(worker: RoleWorker) -> None:
+def confirm_arrival(worker: RoleWorker) -> None:
     """Does nothing: when it is called, Ray has brought the values of its arguments to this machine."""
 
 

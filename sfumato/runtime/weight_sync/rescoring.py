@@ -49,7 +49,7 @@ class Distance:
     largest: float
 
     @classmethod
-    def between(cls, log_probs: torch.Tensor, expected: torch.Tensor) -> Distance:
+    def measure(cls, log_probs: torch.Tensor, expected: torch.Tensor) -> Distance:
         """Of two tensors of one shape; what is not finite is infinitely far."""
         differences = (log_probs - expected).abs().nan_to_num(torch.inf).flatten().double()
         return cls(float(differences.mean()), float(differences.quantile(QUANTILE)), float(differences.max()))
@@ -92,14 +92,14 @@ class RescoredTexts:
             if before is not None and self._has_missed(log_probs, before.engines[rank], before.sent):
                 return (
                     f"are exactly those of version {before.sent.version}, though the actor's have moved by "
-                    f"{Distance.between(expected, _log_probs(before.sent)).mean:.3g} in the mean{where}"
+                    f"{Distance.measure(expected, _log_probs(before.sent)).mean:.3g} in the mean{where}"
                 )
             if first is not None and (problem := self._change_problem(log_probs, first.engines[rank], first.sent)):
                 return problem + where
         return ""
 
     def _distance_problem(self, log_probs: torch.Tensor, expected: torch.Tensor, tolerance: float | None) -> str:
-        distance = Distance.between(log_probs, expected)
+        distance = Distance.measure(log_probs, expected)
         differences = (log_probs - expected).abs().nan_to_num(torch.inf)
         sequence, token = divmod(int(differences.argmax()), differences.shape[1])
         example = (
@@ -111,7 +111,7 @@ class RescoredTexts:
                 return ""
             return f"differ by up to {distance.largest:.3g} nats, {tolerance:g} are allowed ({example})"
         assert self.sent.rounded is not None, "the actor has measured what rounding does"
-        rounding = Distance.between(self.sent.rounded, expected)
+        rounding = Distance.measure(self.sent.rounded, expected)
         if distance.is_within(rounding):
             return ""
         return (
@@ -126,7 +126,7 @@ class RescoredTexts:
         """
         if self.sent.checksums == sent_before.checksums or not torch.equal(log_probs, log_probs_before):
             return False
-        moved = Distance.between(_log_probs(self.sent), _log_probs(sent_before)).mean
+        moved = Distance.measure(_log_probs(self.sent), _log_probs(sent_before)).mean
         return moved > MOVED * max(self._rounding_mean(), FLOOR)
 
     def _change_problem(self, log_probs: torch.Tensor, first_log_probs: torch.Tensor, first: Sent) -> str:
@@ -151,7 +151,7 @@ class RescoredTexts:
         )
 
     def _rounding_mean(self) -> float:
-        return 0.0 if self.sent.rounded is None else Distance.between(self.sent.rounded, _log_probs(self.sent)).mean
+        return 0.0 if self.sent.rounded is None else Distance.measure(self.sent.rounded, _log_probs(self.sent)).mean
 
 
 class Rescored:

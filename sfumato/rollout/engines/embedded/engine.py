@@ -24,7 +24,7 @@ from sfumato.data.media.vision import Vision
 from sfumato.data.text.stop_strings import Decode, completes_stop, num_looked_at
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import group_documents
-from sfumato.models.language.hf_config import changing_positions, known_positions
+from sfumato.models.language.hf_config import changing_positions, max_positions
 from sfumato.rollout.engines.base import Completion, EngineError, FinishReason, GenerationRequest, Sampling
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.row_choice import choose_rows
@@ -427,7 +427,7 @@ def _max_length(module: nn.Module, wanted: int | None) -> int:
         ConfigError: when the model has fewer positions than wanted, or no limit and none was given.
     """
     config = cast("PreTrainedModel", module).config
-    positions = known_positions(config.get_text_config())
+    positions = max_positions(config.get_text_config())
     stretched = changing_positions(config)
     if stretched is not None:
         positions = min(stretched, positions or stretched)

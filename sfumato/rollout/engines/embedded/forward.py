@@ -115,7 +115,7 @@ class Forward:
         """
         return {} if self.vision is None or images is None else self.vision.reader.tensors(images)
 
-    def beside(self, input_ids: Tensor, position_ids: Tensor, beside: MultimodalInputs) -> dict[str, Tensor]:
+    def media_arguments(self, input_ids: Tensor, position_ids: Tensor, beside: MultimodalInputs) -> dict[str, Tensor]:
         """Arguments that the ``forward`` of a multimodal model gets beside the tokens, on the device of these.
 
         Args:
@@ -153,8 +153,8 @@ class Forward:
         arguments: Keywords = {"logits_to_keep": picked} if can_pick else {}
         if self.vision is not None:
             count, width = input_ids.shape
-            beside = self.vision.beside_rows(input_ids.tolist(), media or [{}] * count, width)
-            arguments |= self.beside(input_ids, torch.arange(width).expand(count, -1), beside)
+            beside = self.vision.multimodal_inputs_of_rows(input_ids.tolist(), media or [{}] * count, width)
+            arguments |= self.media_arguments(input_ids, torch.arange(width).expand(count, -1), beside)
         elif self.gives_positions:
             positions = torch.arange(input_ids.shape[1], device=input_ids.device)
             arguments["position_ids"] = positions.expand(input_ids.shape)

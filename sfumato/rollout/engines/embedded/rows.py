@@ -134,7 +134,7 @@ class CachedRows:
         if self._forward.vision is not None:
             chunk = max(chunk, width)
             media = [self._forward.media_of(media_refs) for media_refs in images]
-            inputs = self._forward.vision.beside_rows([tokens for tokens, _ in part], media, width)
+            inputs = self._forward.vision.multimodal_inputs_of_rows([tokens for tokens, _ in part], media, width)
             self._note_positions(part, inputs)
         input_ids = np.zeros((len(part), width), np.int64)
         for index, (tokens, _) in enumerate(part):
@@ -168,7 +168,7 @@ class CachedRows:
         self._cache.set_positions(rows, torch.from_numpy(positions).to(tokens.device)[:, None], None, cached)
         inputs = None
         if self._forward.vision is not None:
-            inputs = self._forward.vision.beside_rows([[0]] * len(positions), [{}] * len(positions), 1)
+            inputs = self._forward.vision.multimodal_inputs_of_rows([[0]] * len(positions), [{}] * len(positions), 1)
             if inputs.rope_positions is not None:
                 numbers = positions + self._ahead[: len(positions)]
                 rope_positions = torch.from_numpy(numbers).to(inputs.rope_positions.dtype)
@@ -181,7 +181,7 @@ class CachedRows:
         assert cache.positions is not None, "RowCache.set_positions comes first"
         arguments = self._forward.last_logits | {"position_ids": cache.positions}
         if inputs is not None:
-            arguments |= self._forward.beside(input_ids, cache.positions, inputs)
+            arguments |= self._forward.media_arguments(input_ids, cache.positions, inputs)
         logits = self._forward(
             input_ids,
             self._attention,

@@ -36,7 +36,7 @@ SHARED = ("torch", "transformers")
 """Packages that engine and run share where both are in one environment."""
 
 
-def known_release(engine: str, version: str) -> EngineVersion | None:
+def find_release(engine: str, version: str) -> EngineVersion | None:
     """The entry of ``VERSIONS`` that a version belongs to; None if it is of another release."""
     numbers = Version(version).release
     for entry in VERSIONS:

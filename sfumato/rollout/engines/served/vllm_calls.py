@@ -17,7 +17,7 @@ from sfumato.rollout.engines.base import UNEXPECTED_ANSWER, EngineError
 from sfumato.rollout.engines.served.engine import ABORTED, DrawnTokens
 from sfumato.rollout.engines.served.http_server import LOOPBACK, NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served.server_process import ServerProcess
-from sfumato.rollout.engines.served.versions import known_release
+from sfumato.rollout.engines.served.versions import find_release
 from sfumato.rollout.engines.served.vllm_images import render_request
 
 LOGGER = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class ServerCalls:
             ConfigError: when it has another model, or was started without options that are needed.
         """
         version = str(self.http.ask("GET", "/version", timeout_s=HEALTH_TIMEOUT_S)["version"])
-        if known_release("vLLM", version) is None:
+        if find_release("vLLM", version) is None:
             LOGGER.warning("%s is vLLM %s, which is not known to this version of sfumato", self.name, version)
         try:
             models = self.http.ask("GET", "/v1/models", timeout_s=HEALTH_TIMEOUT_S)["data"]
