@@ -243,7 +243,7 @@ MOST_LINES = {
     "rl_text": 29_400,
     "train_autoencoder": 21_250,
     "train_dit": 24_350,
-    "train_dit_dpo": 25_650,
+    "train_dit_dpo": 25_700,
     "train_image_tokenizer": 27_150,
     "train_omni": 37_400,
     "train_text": 27_750,

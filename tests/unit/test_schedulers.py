@@ -312,6 +312,12 @@ def test_wan_whose_pipeline_does_not_know_the_size_refuses_a_dynamic_shift() -> 
         build("wan", "UniPCMultistepScheduler", **FLOW, use_dynamic_shifting=True)
 
 
+def test_levels_that_would_rise_are_refused() -> None:
+    """UniPC turns the levels round that the pipeline of Qwen-Image gives it."""
+    with pytest.raises(ConfigError, match="needs use_karras_sigmas False"):
+        build("qwen_image", "UniPCMultistepScheduler", **FLOW, use_karras_sigmas=True)
+
+
 @pytest.mark.parametrize(
     ("classes", "used"),
     [

@@ -393,7 +393,7 @@ class FlowSchedule(DiffusionModel):
     """Whether the pipeline passes the size of an image to its scheduler, which a dynamic shift needs."""
 
     def check_scheduler(self) -> None:
-        check_flow_scheduler(self.pipeline.scheduler, self.knows_size)
+        check_flow_scheduler(self.pipeline.scheduler, self.knows_size, self.gives_sigmas)
 
     gives_sigmas: ClassVar[bool] = False
     """Whether the pipeline passes the noise levels before the shift to the scheduler, and not only their number."""

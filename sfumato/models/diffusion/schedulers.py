@@ -175,12 +175,13 @@ def settings_of(scheduler: ConfigMixin) -> Keywords:
     return {name: scheduler.config[name] for name in names if name in scheduler.config}
 
 
-def check_flow_scheduler(scheduler: ConfigMixin, knows_size: bool = True) -> None:
+def check_flow_scheduler(scheduler: ConfigMixin, knows_size: bool = True, gives_sigmas: bool = False) -> None:
     """Checks that the noise levels of a flow model can be taken from a scheduler.
 
     Args:
         scheduler: the pipeline's scheduler.
         knows_size: whether the pipeline passes the size of an image to its scheduler, which a dynamic shift needs.
+        gives_sigmas: as for ``flow_sigmas``.
 
     Raises:
         ConfigError: when the class of the scheduler or the value of a field is not supported; it names those that are.
@@ -189,7 +190,9 @@ def check_flow_scheduler(scheduler: ConfigMixin, knows_size: bool = True) -> Non
     if name in FLOW_MATCHING:
         _check_fields(scheduler, FLOW_FIELDS, NEEDED)
     elif name in MULTISTEP:
-        karras = {} if name == "UniPCMultistepScheduler" else {"use_karras_sigmas": (False,)}
+        # UniPC spaces levels that a pipeline gives it from the lowest to the highest
+        takes_karras = name == "UniPCMultistepScheduler" and not gives_sigmas
+        karras = {} if takes_karras else {"use_karras_sigmas": (False,)}
         _check_fields(scheduler, FLOW_FIELDS | BETAS | OF_STEPS, NEEDED | FLOW_NEEDED | karras)
     else:
         multistep = [f"{other} with use_flow_sigmas" for other in MULTISTEP]
