@@ -26,7 +26,7 @@ from sfumato.commands import (
     studio,
 )
 from sfumato.config.characters import printable
-from sfumato.errors import UserError
+from sfumato.errors import UserError, describe_file_error
 from sfumato.kernels import choose_kernels
 from sfumato.tracking.terminal import outlive_readers
 
@@ -68,6 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if not (problem := describe_file_error(error)):
+            raise
+        print(printable(f"error: {problem}"), file=sys.stderr)
+        return UserError.exit_code
     except (ImportError, RuntimeError) as error:
         from sfumato.config.versions import describe_broken_package  # not at the top: `sfumato --help` is quick
 

@@ -1,6 +1,7 @@
 """Errors that a user can cause. A task prints them without a stack trace and exits with their exit code."""
 
 import difflib
+import errno
 import re
 from collections.abc import Sequence
 
@@ -148,3 +149,16 @@ def suggest(name: str, names: list[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     listing = f"valid here: {', '.join(names)}" if names else "no keys are valid here"
     return f"; did you mean {near[0]!r}? ({listing})" if near else f"; {listing}"
+
+
+def describe_file_error(error: BaseException) -> str:
+    """The file that an error of the file system names, and what to do; empty where the error may be our own mistake."""
+    if not isinstance(error, OSError) or error.filename is None:
+        return ""
+    remedies = {
+        (errno.ENOSPC, errno.EDQUOT, errno.EROFS): "make room",
+        (errno.EIO, errno.ESTALE, errno.ENOTCONN): "its disk or network file system fails: look at that first",
+        (errno.EACCES, errno.EPERM): "this user may not, by the rights of the file or of a folder above it",
+    }
+    remedy = next((text for numbers, text in remedies.items() if error.errno in numbers), "")
+    return f"{error.filename}: {error.strerror}; {remedy}" if remedy else ""

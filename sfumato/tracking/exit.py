@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import contextlib
 import faulthandler
 import json
 import os
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from sfumato.config.characters import printable
 from sfumato.config.versions import describe_broken_package
 from sfumato.errors import (
+    CheckpointError,
     NonFiniteError,
     PreemptedError,
     RanksMissingError,
@@ -26,6 +27,7 @@ from sfumato.errors import (
     StoppedError,
     UserError,
     WeightSyncError,
+    describe_file_error,
 )
 from sfumato.parallel.peers import is_lost_connection, lost_peers
 from sfumato.tracking.next_steps import rerun_command, resume_command
@@ -34,7 +36,6 @@ from sfumato.tracking.terminal import hangup_signals
 if TYPE_CHECKING:
     from types import FrameType
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 RESUME = "to go on, add --train.load_checkpoint_path auto"
 STOPS = (NonFiniteError, RewardError, SelfCheckError, WeightSyncError, RoleLostError, RanksMissingError)
 
@@ -79,8 +80,10 @@ def ending_of(error: BaseException) -> Ending:
     if isinstance(error, KeyboardInterrupt):
         text = _with_command("stopped at once", "to go on from what was saved last", resume_command())
         return Ending(text, 128 + signal.SIGINT)
-    if isinstance(error, OSError) and error.errno in NO_ROOM and error.filename is not None:
-        return Ending(f"error: {error.filename}: {error.strerror}; make room. {RESUME.capitalize()}", 3)
+    if problem := describe_file_error(error):
+        if isinstance(error, PermissionError):
+            return Ending(f"error: {problem}", UserError.exit_code)
+        return Ending(f"error: {problem}. {RESUME.capitalize()}", CheckpointError.exit_code)
     if broken_package := describe_broken_package(error):
         return Ending(f"error: {broken_package}", UserError.exit_code)
     trace = "".join(traceback.format_exception(error)).rstrip()
@@ -109,7 +112,10 @@ def keep_stacks() -> None:
     if folder is None:
         faulthandler.enable()
         return
-    file = (Path(folder) / f"{rank}.stacks").open("w")
+    try:
+        file = (Path(folder) / f"{rank}.stacks").open("w")
+    except OSError:  # the disk of the temporary files has no room for another one
+        file = sys.stderr
     faulthandler.enable(file)
     faulthandler.register(signal.SIGQUIT, file)
 
@@ -118,7 +124,8 @@ def name_log(log: Path) -> None:
     """Tells the launcher where the run's log is, so that it adds the last messages of the ranks there."""
     folder = os.environ.get("SFUMATO_ENDS")
     if folder is not None:
-        (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")
+        with contextlib.suppress(OSError):  # no room there: the terminal alone has the last messages
+            (Path(folder) / "log").write_text(str(log.absolute()), encoding="utf-8")
 
 
 class Stoppable(Protocol):

@@ -1,8 +1,12 @@
 """A user's mistake is one line that names the thing and the remedy."""
 
+import errno
+import faulthandler
 import json
+import os
 import shutil
 import socket
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +17,7 @@ import pytest
 import torch
 import yaml
 
+from sfumato import cli
 from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.diffusion_rl import ForwardRLConfig, TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
@@ -36,7 +41,7 @@ from sfumato.parallel.dropout import keyed_dropout
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh, pretended_mesh
 from sfumato.parallel.parallelize import parallelize
-from sfumato.tracking.exit import ending_of
+from sfumato.tracking.exit import ending_of, keep_stacks, name_log
 from sfumato.tracking.lock import lock_folder
 from tests import tiny_families
 from tests.tiny import tiny_language_description, tiny_pipeline_description
@@ -394,3 +399,35 @@ def test_a_unet_whose_activations_would_be_shared() -> None:
     with pretended_mesh(Layout(tp=2)) as mesh:
         message = refusal(ConfigError, parallelize, module, mesh, train, plans.UNET)
     assert "train.sequence_parallel" in message and "set it to false" in message and "down_blocks" not in message
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "remedy"),
+    [(errno.EACCES, 2, "by the rights"), (errno.ESTALE, 3, "network file system"), (errno.EDQUOT, 3, "make room")],
+)
+def test_a_file_that_a_run_or_command_cannot_read_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int, code: int, remedy: str
+) -> None:
+    error = OSError(number, os.strerror(number), "/shared/rows.jsonl")
+    ending = ending_of(error)
+    assert ending.code == code and "\n" not in ending.text
+    assert ending.text.startswith("error: /shared/rows.jsonl: ") and remedy in ending.text
+
+    def fail(_: object) -> int:
+        raise error
+
+    monkeypatch.setattr("sfumato.commands.report.run", fail)
+    assert cli.main(["report", "runs/a"]) == 2
+    assert remedy in capsys.readouterr().err
+
+
+def test_the_stacks_of_a_crash_go_to_the_terminal_where_no_file_can_be_made(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    files: list[object] = []
+    monkeypatch.setenv("SFUMATO_ENDS", str(tmp_path / "gone"))
+    monkeypatch.setattr(faulthandler, "enable", files.append)
+    monkeypatch.setattr(faulthandler, "register", lambda _, file: files.append(file))
+    keep_stacks()
+    name_log(tmp_path / "log.txt")
+    assert files == [sys.stderr, sys.stderr]
