@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.models.diffusion.scratch import check_sections, checked_section, section_of, start_at_zero
+from sfumato.models.diffusion.scratch import checked_section, section_of, start_at_zero, unknown_keys
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -88,7 +88,7 @@ def build_pipeline(
     make_scheduler = getattr(diffusers, blueprint.scheduler)
     sections = {"pipeline", "transformer", "vae", "scheduler", "tokenizer"}
     text_sections = {text.section or name for name, text in blueprint.texts.items()}
-    check_sections(description, {*sections, *text_sections, *blueprint.further, *blueprint.settings})
+    unknown_keys(description, {*sections, *text_sections, *blueprint.further, *blueprint.settings})
     known = dict.fromkeys(name for text in blueprint.texts.values() for name in text.tokenizer_arguments)
     words = checked_section(description, "tokenizer", [*known])
     denoiser = section_of(description, "transformer", make_denoiser)

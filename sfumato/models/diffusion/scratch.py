@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     )
 
 
-def check_sections(description: Mapping[str, object], allowed: Iterable[str], needed: str | None = None) -> None:
+def unknown_keys(description: Mapping[str, object], allowed: Iterable[str], needed: str | None = None) -> None:
     """Checks the sections of a description.
 
     Args:

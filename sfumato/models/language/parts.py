@@ -304,9 +304,9 @@ def check_keys(cls: Any, fields: Mapping[str, object], where: str) -> None:
     Raises:
         ConfigError: for a key that the class has no field for in a file that somebody has written.
     """
-    check_sections = find_unknown_keys(cls, fields, where)
-    if check_sections and "transformers_version" not in fields:
-        path, valid_keys = next(iter(check_sections.items()))
+    unknown_keys = find_unknown_keys(cls, fields, where)
+    if unknown_keys and "transformers_version" not in fields:
+        path, valid_keys = next(iter(unknown_keys.items()))
         prefix, _, key = path.rpartition(".")
         place = f"{where}: {prefix}" if prefix else where
         raise ConfigError(f"{place}: {key}: unknown key{suggest(key, valid_keys)}")
@@ -322,7 +322,7 @@ def find_unknown_keys(cls: Any, fields: Mapping[str, object], where: str) -> dic
     from transformers import CONFIG_MAPPING, AutoConfig
 
     valid_keys = {field.name for field in dataclasses.fields(cls)} | set(cls.attribute_map) | OTHER_KEYS
-    check_sections = {str(key): sorted(valid_keys) for key in fields if key not in valid_keys}
+    unknown_keys = {str(key): sorted(valid_keys) for key in fields if key not in valid_keys}
     for name, part in cls.sub_configs.items():
         part_fields = fields.get(name)
         if isinstance(part_fields, dict):
@@ -331,8 +331,8 @@ def find_unknown_keys(cls: Any, fields: Mapping[str, object], where: str) -> dic
                 raise ConfigError(f"{where}: {name}.model_type: unknown model_type {kind!r}")
             part_cls = CONFIG_MAPPING[cast("str", kind)] if part is AutoConfig else part
             inner = find_unknown_keys(part_cls, part_fields, f"{where}: {name}")
-            check_sections |= {f"{name}.{key}": valid for key, valid in inner.items()}
-    return check_sections
+            unknown_keys |= {f"{name}.{key}": valid for key, valid in inner.items()}
+    return unknown_keys
 
 
 def describe_other_keys(config: LanguageModelConfig) -> tuple[str, ...]:

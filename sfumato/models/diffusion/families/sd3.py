@@ -21,9 +21,9 @@ from sfumato.models.diffusion.scratch import (
     build_clip_tokenizer,
     build_t5_encoder,
     build_t5_tokenizer,
-    check_sections,
     section_of,
     start_at_zero,
+    unknown_keys,
 )
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class StableDiffusion3(KLLatents, FlowSchedule):
         from diffusers import FlowMatchEulerDiscreteScheduler, SD3Transformer2DModel, StableDiffusion3Pipeline
 
         sections = {"pipeline", "transformer", "vae", "scheduler", "text_encoder", "tokenizer", "t5"}
-        check_sections(description, sections, needed="transformer")
+        unknown_keys(description, sections, needed="transformer")
         denoiser_settings = section_of(description, "transformer", SD3Transformer2DModel)
         vae_settings = section_of(description, "vae", build_autoencoder)
         scheduler = section_of(description, "scheduler", FlowMatchEulerDiscreteScheduler)

@@ -21,8 +21,8 @@ from sfumato.models.diffusion.scratch import (
     build_autoencoder,
     build_clip_encoder,
     build_clip_tokenizer,
-    check_sections,
     section_of,
+    unknown_keys,
 )
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class StableDiffusion(KLLatents, VariancePreserving):
         import diffusers
 
         sections = {"pipeline", "unet", "vae", "scheduler", "text_encoder", "tokenizer"}
-        check_sections(description, sections, needed="unet")
+        unknown_keys(description, sections, needed="unet")
         unet = section_of(description, "unet", diffusers.UNet2DConditionModel)
         vae = section_of(description, "vae", build_autoencoder, reserved=["shift_factor"])
         scheduler = PUBLISHED_SCHEDULE | section_of(description, "scheduler", diffusers.DDIMScheduler)

@@ -26,9 +26,9 @@ from sfumato.models.diffusion.scratch import (
     build_t5_tokenizer,
     build_umt5_encoder,
     build_wan_autoencoder,
-    check_sections,
     section_of,
     start_at_zero,
+    unknown_keys,
 )
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Wan(WanDenoisers, PaddedPrompts, VideoLatents, FlowSchedule):
         """
         import diffusers
 
-        check_sections(description, {"pipeline", *SETTINGS, *cls.sections}, needed="transformer")
+        unknown_keys(description, {"pipeline", *SETTINGS, *cls.sections}, needed="transformer")
         first = section_of(description, "transformer", diffusers.WanTransformer3DModel)
         second = section_of(description, "transformer_2", diffusers.WanTransformer3DModel)
         vae_settings = section_of(description, "vae", build_wan_autoencoder)
