@@ -294,7 +294,9 @@ def test_what_is_damaged_becomes_zeros_and_nothing_else_changes(kind: str) -> No
         SampleRequest(row, group, group, first) for row, group, first in ((0, 0, True), (1, 1, True), (2, 1, False))
     ]
     conditioning = Conditioning({"prompt": embedded, "mask": torch.ones(2, 5, dtype=torch.bool)})
-    made = DiffusionRollout.made(requests, sampled, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""])
+    made = DiffusionRollout.from_samples(
+        requests, sampled, conditioning, [0, 1], latents, 7, ["", "its latents are NaN", ""]
+    )
     assert made.kept.is_finite().all() and made.latents.isfinite().all()
     for name in ("latents", "means") if kind == "trajectory" else ("latents",):
         assert torch.equal(getattr(made.kept, name)[[0, 2]], getattr(sampled, name)[[0, 2]])

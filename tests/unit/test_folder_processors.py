@@ -149,7 +149,7 @@ def test_an_export_of_a_folder_with_its_settings_of_images_within_others_holds_t
     config = tiny_config("qwen2_vl", "qwen2_vl", image_token_id=tokenizer.convert_tokens_to_ids("<|image_pad|>"))
     with torch.device("meta"):
         module = AutoModelForImageTextToText.from_config(config)
-    reader = build_vision(config, tmp_path, module, tokenizer).reader.with_limits(None, 512)
+    reader = build_vision(config, tmp_path, module, tokenizer).reader.limited(None, 512)
     (tmp_path / "export").mkdir()
     reader.save(tmp_path / "export", tmp_path)
     for file in ("preprocessor_config.json", "processor_config.json"):

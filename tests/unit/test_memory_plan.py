@@ -12,7 +12,7 @@ import yaml
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from sfumato.commands.check_model import check_model, needed
+from sfumato.commands.check_model import check_model, needed_bytes
 from sfumato.config.load import load_config, merge
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.config.text import LanguageModelConfig, TrainTextConfig
@@ -138,7 +138,7 @@ def test_compiled_blocks_are_counted_where_others_do_not_fit(tmp_path: Path) -> 
     config = tiny_text_config(tmp_path, train={"device": "cuda", "mixed_precision": "bf16", "max_steps": 1})
     parsed = load_config(TrainTextConfig, overrides=config)
     plenty, none = (check_model(parsed, Layout(), True, limit) for limit in (2**40, None))
-    little = check_model(parsed, Layout(), True, needed(plenty.largest, True) - 1)
+    little = check_model(parsed, Layout(), True, needed_bytes(plenty.largest, True) - 1)
     assert plenty.counts_uncompiled and none.counts_uncompiled and not little.counts_uncompiled
     assert plenty.largest.parts == none.largest.parts
     assert not little.advice, "compiled blocks fit"

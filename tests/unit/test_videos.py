@@ -134,9 +134,9 @@ def test_frames_are_chosen_as_the_processors_of_transformers_choose_them():
 )
 def test_limits_of_which_the_least_is_above_the_most_are_refused(limits):
     settings = dict.fromkeys(("fps", "min_frames", "max_frames", "min_pixels", "max_pixels"))
-    assert processor(True).with_limits(**settings) == processor(True)
+    assert processor(True).limited(**settings) == processor(True)
     with pytest.raises(ConfigError, match=r"the first must not be above the second"):
-        processor(True).with_limits(**settings | limits)
+        processor(True).limited(**settings | limits)
 
 
 def test_frames_are_scaled_by_the_rule_of_images_or_by_all_their_pixels():

@@ -118,9 +118,9 @@ def test_rounding_is_predicted_in_float32(dtype):
     tokens = torch.arange(120).view(4, 30) * 7 % 128
     exact = log_probs(module, tokens)
     with rounding_noise(module, dtype):
-        rounding = Distance.between(log_probs(module, tokens), exact)
+        rounding = Distance.measure(log_probs(module, tokens), exact)
     assert torch.equal(log_probs(module, tokens), exact), "nothing is left of it"
-    distance = Distance.between(log_probs(module.to(dtype), tokens), exact)
+    distance = Distance.measure(log_probs(module.to(dtype), tokens), exact)
     assert rounding.mean / 2 < distance.mean < 2 * rounding.mean
     assert distance.is_within(rounding)
 

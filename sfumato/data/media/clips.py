@@ -63,7 +63,7 @@ class VideoProcessor:
     min_frames: int = 4
     max_frames: int = 768
 
-    def with_limits(
+    def limited(
         self,
         fps: float | None,
         min_frames: int | None,

@@ -52,7 +52,7 @@ class ImageConversation(ImageLimits, TextFormat):
     has_images: ClassVar[bool] = True
 
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
-        """As ``TextFormat``; ``tokenizer`` is what ``with_limits`` returned."""
+        """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: MediaProcessor = tokenizer
         template, fingerprint = build_template(config, reader.tokenizer, reader.fingerprint)
         keys = config.text_keys or CONVERSATION_KEYS

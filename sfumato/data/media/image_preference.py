@@ -28,7 +28,7 @@ class ImagePreference(ImageConversation):
     documents_per_sample: ClassVar[int] = 2
 
     def transform(self, config: TextDataConfig, tokenizer: Any) -> TextTransform:
-        """As ``TextFormat``; ``tokenizer`` is what ``with_limits`` returned."""
+        """As ``TextFormat``; ``tokenizer`` is what ``limited`` returned."""
         reader: MediaProcessor = tokenizer
         keys = config.text_keys or PREFERENCE_KEYS
         if len(keys) not in (2, 3):

@@ -30,10 +30,10 @@ class ImageLimits:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, not {value}")
 
-    def with_limits(self, reader: MediaProcessor) -> MediaProcessor:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """A reader that scales images as these fields say. Raises ConfigError when the model's processor cannot."""
         reader.check_sees()
-        return reader.with_limits(self.min_pixels, self.max_pixels)
+        return reader.limited(self.min_pixels, self.max_pixels)
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class MediaLimits(ImageLimits):
         if self.max_frames == 1:
             raise ValueError("max_frames must be at least 2: the models take two frames at a time")
 
-    def with_limits(self, reader: MediaProcessor) -> MediaProcessor:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """A reader that takes videos and audio, too. Raises ConfigError when the model's processor cannot."""
-        return reader.with_limits(self.min_pixels, self.max_pixels).with_media(
+        return reader.limited(self.min_pixels, self.max_pixels).with_media(
             fps=self.fps,
             min_frames=self.min_frames,
             max_frames=self.max_frames,

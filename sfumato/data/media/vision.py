@@ -122,7 +122,7 @@ class MediaProcessor:
         """A reader that takes videos and audio, too, as far as the model does.
 
         Args:
-            limits: arguments of ``VideoProcessor.with_limits``.
+            limits: arguments of ``VideoProcessor.limited``.
 
         Raises:
             ConfigError: when the model takes neither in a way that is supported, or limits contradict each other.
@@ -145,7 +145,7 @@ class MediaProcessor:
         reader = copy.copy(self)
         reader.processor = copy.copy(self.processor)
         if takes_videos:
-            reader.processor.video_processor = videos.with_limits(**limits)
+            reader.processor.video_processor = videos.limited(**limits)
         reader.media = (*["image"] * self.sees, *["video"] * takes_videos, *["audio"] * takes_audio)
         return reader
 
@@ -182,7 +182,7 @@ class MediaProcessor:
         count = max(self._least_samples, round(seconds * self.processor.feature_extractor.sampling_rate))
         return Sound(generator.uniform(-0.5, 0.5, count).astype(np.float32))
 
-    def with_limits(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
         """A reader that scales images to numbers of pixels within these limits; None keeps the processor's own limit.
 
         Raises:

@@ -108,7 +108,7 @@ class TextFormat(ABC):
     ignores: ClassVar[tuple[str, ...]] = ()
     """Fields of ``data`` that have no effect."""
 
-    def with_limits(self, reader: MediaProcessor) -> MediaProcessor:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """The reader of a model's images with the limits of this format."""
         return reader
 

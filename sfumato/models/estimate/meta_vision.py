@@ -56,7 +56,7 @@ def vision_on_meta(config: LanguageModelConfig, module: PreTrainedModel, data_ty
     if is_made:
         add_image_tokens(tokenizer, described)
     vision = build_vision(described, None if is_made else source_of(config), module, tokenizer)
-    return vision.with_reader(data_type.with_limits(vision.reader))
+    return vision.with_reader(data_type.limited(vision.reader))
 
 
 def freeze_as_configured(module: PreTrainedModel, config: LanguageModelConfig) -> None:

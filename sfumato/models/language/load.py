@@ -92,7 +92,7 @@ def build_language_model(
         vision = build_vision(
             described, None if config.tokenizer_path == BYTES else source_of(config), module, tokenizer
         )
-        vision = vision.with_reader(data_type.with_limits(vision.reader))
+        vision = vision.with_reader(data_type.limited(vision.reader))
     check_vocabulary(module, tokenizer)
     settings = (DTYPES[train.mixed_precision], make, source_of(config), train.chunked_loss, vision)
     model = LanguageModel(module, tokenizer, *settings)

@@ -75,7 +75,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
     if config.model.projector is not None:
         load_projector(module, Path(config.model.projector))
     reader = _build_reader(module, tokenizer, image_tokenizer)
-    vision = Vision(config.data.data_type.with_limits(reader), None)
+    vision = Vision(config.data.data_type.limited(reader), None)
     # With chunks the model returns hidden states instead of logits, and a flow head is conditioned on these.
     chunked = config.train.chunked_loss or head is not None
     settings = (DTYPES[config.train.mixed_precision], make, None, chunked, vision)

@@ -65,15 +65,15 @@ class CodeReader(DrawingReader):
         super().__init__(*args)
         self.is_likely = self.draws = self.image_tokenizer.draws
 
-    def with_limits(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
-        """As ``MediaProcessor.with_limits``, for the image processor of Emu3."""
+    def limited(self, min_pixels: int | None, max_pixels: int | None) -> MediaProcessor:
+        """As ``MediaProcessor.limited``, for the image processor of Emu3."""
         limits = {"min_pixels": min_pixels, "max_pixels": max_pixels}
         limits = {name: value for name, value in limits.items() if value is not None}
         if not limits:
             return self
         images = copy.deepcopy(self.processor.image_processor)
         if not all(hasattr(images, name) for name in limits):
-            return super().with_limits(min_pixels, max_pixels)
+            return super().limited(min_pixels, max_pixels)
         for name, value in limits.items():
             setattr(images, name, value)
         if images.min_pixels > images.max_pixels:
@@ -255,7 +255,7 @@ def build_unified(
     vision = None
     if has_images:
         assert data_type is not None
-        vision = Vision(data_type.with_limits(_build_reader(processor, image_tokenizer)), None)
+        vision = Vision(data_type.limited(_build_reader(processor, image_tokenizer)), None)
         image_tokenizer = vision.reader.image_tokenizer  # pyright: ignore[reportAttributeAccessIssue]
         hf_processor.image_processor = image_tokenizer.images  # with the limits of the data
     settings = (DTYPES[train.mixed_precision], make, source, train.chunked_loss, vision)

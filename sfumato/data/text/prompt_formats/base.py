@@ -67,7 +67,7 @@ class PromptFormat(ABC):
         option = f"{split}_path"
         return open_rows(str(getattr(config, option)), self.text_column, f"data.{option}", split == "eval")
 
-    def with_limits(self, reader: MediaProcessor) -> MediaProcessor:
+    def limited(self, reader: MediaProcessor) -> MediaProcessor:
         """The reader of a model's images with the limits of this format."""
         return reader
 
