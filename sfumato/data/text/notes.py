@@ -127,7 +127,9 @@ def _rows_of(sources: Sources, most: int | None) -> list[Iterator[tuple[str, dic
 def _read_stream(files: Sequence[RowFile], most: int | None) -> Iterator[tuple[str, dict[str, object]]]:
     """The first rows of files that are streamed, up to what is broken, which is named when its turn comes."""
     blocks = RowBlocks([(0, file) for file in files])
-    place, is_last, num_read = FilePlace(), False, 0
+    place = FilePlace()
+    is_last = False
+    num_read = 0
     while not is_last and (most is None or num_read < most):
         try:
             block = blocks.read(place, LOOKED_AT if most is None else min(LOOKED_AT, most - num_read))
@@ -135,7 +137,8 @@ def _read_stream(files: Sequence[RowFile], most: int | None) -> Iterator[tuple[s
             return
         for index, row in readable_rows(block.rows):
             yield block.rows.describe(index), row
-        place, is_last = block.after, block.is_last
+        place = block.after
+        is_last = block.is_last
         num_read += len(block.rows)
 
 

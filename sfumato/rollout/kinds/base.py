@@ -91,8 +91,8 @@ class DrawnText:
 
     def __post_init__(self) -> None:
         if self.sequences:  # its last turn may have stopped by itself at the limit of turns, or before a long result
-            reason = "length" if self.is_truncated else "stop"
-            self.sequences[-1] = replace(self.sequences[-1], finish_reason=reason)
+            last = replace(self.sequences[-1], finish_reason="length" if self.is_truncated else "stop")
+            object.__setattr__(self, "sequences", [*self.sequences[:-1], last])  # the caller's list stays as it is
 
     @property
     def num_tokens(self) -> int:
