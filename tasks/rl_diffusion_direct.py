@@ -20,8 +20,8 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.direct_rl import DirectRLConfig
 from sfumato.data.images.identity import identify_prompts
-from sfumato.data.images.prompts import Prompt, check_prompts, describe_shared_prompts, load_prompts
-from sfumato.data.prompt_loader import PromptLoader
+from sfumato.data.images.prompts import Prompt, describe_shared_prompts, load_prompts
+from sfumato.data.prompt_loader import PromptLoader, check_prompts
 from sfumato.models.policies import Policies
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer

@@ -17,11 +17,12 @@ from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.files.row_table import RowTable, read_row_with_folder
 from sfumato.data.files.sources import Sources, open_sources, open_validation
 from sfumato.data.images.image_text import open_held_out_pairs, open_image_pairs
-from sfumato.data.images.prompts import check_prompts, load_prompts
+from sfumato.data.images.prompts import load_prompts
 from sfumato.data.images.shared_pairs import describe_shared_pairs
 from sfumato.data.loader import IndexLoader
 from sfumato.data.media.pictures import is_enlarged
 from sfumato.data.media.vision import MediaProcessor, check_head
+from sfumato.data.prompt_loader import check_prompts
 from sfumato.data.sounds.sound_text import SoundTextDataset, open_captioned
 from sfumato.data.sounds.video_sound import VideoSoundDataset
 from sfumato.data.synthetic.glyphs import GlyphDataset
@@ -30,7 +31,7 @@ from sfumato.data.text.format import TextTransform, build_transform, has_media
 from sfumato.data.text.loader import adopt_answer_end, build_text_loader
 from sfumato.data.text.notes import describe_text_data
 from sfumato.data.text.prompt_template import build_prompt_template
-from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
+from sfumato.data.text.prompts import TextPrompt, describe_shared_prompts, load_text_prompts
 from sfumato.data.text.token_store import find_token_store
 from sfumato.errors import DataError
 from sfumato.models.diffusion.encoded import Dataset
@@ -218,7 +219,7 @@ def check_text_prompt_data(
         limit = config.eval.num_prompts if split == "eval" else None
         settings = {"seed": config.train.seed, "limit": limit, "tools": kind.tools()}
         prompts = load_text_prompts(data, template, split, **settings, log=findings.notes.append)
-        check_text_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
+        check_prompts(prompts, [reward.check_row for reward in config.reward.rewards])
         lengths = [len(prompt.token_ids) for prompt in prompts]
         path = data.train_path if split == "train" else data.eval_path
         source = SourceFindings(path or "problems made in code", len(prompts), len(prompts))

@@ -2,7 +2,45 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
 from sfumato.data.epoch_order import EpochOrder, refuse_repetition
+from sfumato.errors import DataError
+
+
+class AnyPrompt(Protocol):
+    """A prompt of any modality."""
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def metadata(self) -> dict[str, object]: ...
+
+    @property
+    def where(self) -> str: ...
+
+
+def check_prompts(
+    prompts: Sequence[AnyPrompt], checks: Sequence[Callable[[str, Mapping[str, object]], object]]
+) -> None:
+    """Runs the rewards' checks of a row on every prompt, before anything is sampled.
+
+    Args:
+        prompts: to check.
+        checks: each is given a prompt's text and metadata, and raises DataError when the reward cannot use them.
+
+    Raises:
+        DataError: names file and row.
+    """
+    for prompt in prompts:
+        for check in checks:
+            try:
+                check(prompt.text, copy.deepcopy(prompt.metadata))  # a reward's check may change what it is given
+            except DataError as error:
+                raise DataError(f"{prompt.where}: {error}") from error
 
 
 class PromptLoader:

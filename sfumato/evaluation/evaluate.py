@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from sfumato.data.images.prompts import check_prompts
+from sfumato.data.prompt_loader import check_prompts
 from sfumato.errors import ConfigError
 from sfumato.evaluation.generate import PromptChoice, draw_samples
 from sfumato.evaluation.options import GenerationOptions

@@ -7,7 +7,8 @@ import copy
 import numpy as np
 import pytest
 
-from sfumato.data.images.prompts import Prompt, check_prompts
+from sfumato.data.images.prompts import Prompt
+from sfumato.data.prompt_loader import check_prompts
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.pixels import Brightness
 from sfumato.rewards.scoring.combinations import FunctionCombination

@@ -6,8 +6,8 @@ import pytest
 
 from sfumato.config.rl import PromptDataConfig
 from sfumato.config.sections import GlyphConfig
-from sfumato.data.images.prompts import FileSource, Prompt, check_prompts, describe_shared_prompts, load_prompts
-from sfumato.data.prompt_loader import PromptLoader
+from sfumato.data.images.prompts import FileSource, Prompt, describe_shared_prompts, load_prompts
+from sfumato.data.prompt_loader import PromptLoader, check_prompts
 from sfumato.data.synthetic.glyphs import is_held_out
 from sfumato.errors import DataError
 from sfumato.rewards.ocr import OcrReward

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.prompt_loader import check_prompts
 from sfumato.data.synthetic.reasoning_gym import load
 from sfumato.data.text.prompt_template import build_prompt_template
-from sfumato.data.text.prompts import check_text_prompts, load_text_prompts
+from sfumato.data.text.prompts import load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.base import Sample
@@ -167,7 +168,7 @@ def test_prompts_of_a_task(gym):
     train, held_out = (load_text_prompts(config, template, split, seed=3) for split in ("train", "eval"))
     assert len(held_out) == 20 and 100 < len(train) < 200, "problems with one digit repeat"
     assert not {prompt.text for prompt in train} & {prompt.text for prompt in held_out}
-    check_text_prompts([*train, *held_out], [ReasoningGym().check_row])
+    check_prompts([*train, *held_out], [ReasoningGym().check_row])
     again = load("basic_arithmetic", 200, 6, data_type["parameters"])
     for prompt in train[:20]:
         row = again[prompt.metadata["metadata"]["index"]]

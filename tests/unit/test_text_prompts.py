@@ -14,10 +14,11 @@ from pydantic import ValidationError
 
 from sfumato.algorithms.noise import keyed_generator
 from sfumato.config.text_rl_data import TextPromptDataConfig
+from sfumato.data.prompt_loader import check_prompts
 from sfumato.data.synthetic.text import Problem
 from sfumato.data.text.prompt_formats.base import PromptFormat, PromptRow
 from sfumato.data.text.prompt_template import build_prompt_template
-from sfumato.data.text.prompts import TextPromptLoader, check_text_prompts, draw_by_weight, load_text_prompts
+from sfumato.data.text.prompts import TextPromptLoader, draw_by_weight, load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
 from tests.tiny_tokenizers import build_tokenizer
@@ -275,7 +276,7 @@ def test_rewards_check_rows(tmp_path):
             raise DataError(f"{text} has no answer")
 
     with pytest.raises(DataError, match="line 2: b has no answer"):
-        check_text_prompts(prompts, [check])
+        check_prompts(prompts, [check])
 
 
 # The order

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -184,21 +183,3 @@ def check_source_counts(prompts: Sequence[Prompt], problem_of: Callable[[int], s
     for count, where in first.items():
         if problem := problem_of(count):
             raise DataError(f"{where}: {problem}")
-
-
-def check_prompts(prompts: list[Prompt], checks: list[Callable[[str, Mapping[str, object]], object]]) -> None:
-    """Runs the rewards' checks on every prompt, before anything is sampled.
-
-    Args:
-        prompts: to check.
-        checks: each is given a prompt's text and metadata, and raises DataError when the reward cannot use them.
-
-    Raises:
-        DataError: names file and row.
-    """
-    for prompt in prompts:
-        for check in checks:
-            try:
-                check(prompt.text, copy.deepcopy(prompt.metadata))  # a reward's check may change what it is given
-            except DataError as error:
-                raise DataError(f"{prompt.where}: {error}") from error

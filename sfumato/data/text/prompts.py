@@ -6,7 +6,7 @@ import copy
 import math
 import numbers
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
@@ -220,21 +220,6 @@ def describe_shared_prompts(prompts: Sequence[TextPrompt], eval_prompts: Sequenc
         if prompt.images is None and prompt.token_ids in trained
     ]
     return shared_line(shared, len(eval_prompts))
-
-
-def check_text_prompts(
-    prompts: Sequence[TextPrompt], checks: Sequence[Callable[[str, Mapping[str, object]], object]]
-) -> None:
-    """Runs the rewards' checks of a row on every prompt, before anything is sampled.
-
-    Each check gets the text and the metadata. Raises DataError that names file and row.
-    """
-    for prompt in prompts:
-        for check in checks:
-            try:
-                check(prompt.text, copy.deepcopy(prompt.metadata))  # a reward may change its copy
-            except DataError as error:
-                raise DataError(f"{prompt.where}: {error}") from error
 
 
 def _import_curriculum(path: str) -> Curriculum:

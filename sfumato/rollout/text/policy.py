@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from sfumato.config.text_rl import SUM_OF_LENGTHS, TextRLConfig
+from sfumato.data.prompt_loader import check_prompts
 from sfumato.data.text.answer_end import facts_of, tokens_without_text
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
-from sfumato.data.text.prompts import TextPrompt, check_text_prompts, describe_shared_prompts, load_text_prompts
+from sfumato.data.text.prompts import TextPrompt, describe_shared_prompts, load_text_prompts
 from sfumato.data.text.token_ids import padding_token, token_decoder
 from sfumato.errors import ConfigError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
@@ -489,7 +490,7 @@ def open_prompts(
     held_out = load_text_prompts(config.data, template, "eval", limit=config.eval.num_prompts, **settings)
     for line in describe_shared_prompts(train, held_out):
         say(line)
-    check_text_prompts(train + held_out, [reward.check_row for reward in config.reward.rewards])
+    check_prompts(train + held_out, [reward.check_row for reward in config.reward.rewards])
     return template, train, held_out
 
 
