@@ -13,7 +13,7 @@ import torch
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.rl import PromptDataConfig
-from sfumato.config.sections import MOST_SOURCE_IMAGES, SOUND, ModelConfig, sound_size
+from sfumato.config.sections import MOST_SOURCE_IMAGES, SOUND, ModelConfig, check_guidance_scale, sound_size
 from sfumato.data.images.image_text import open_image_pairs
 from sfumato.data.images.prompts import Prompt, load_prompts
 from sfumato.data.images.source_images import check_source_images, group_by_sources, read_source_images
@@ -33,6 +33,8 @@ from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectory_sampler import sample_of
 
 DEFAULT_SEED = 42
+OTHER_GUIDANCE = 4.5
+"""Guidance scale where the pipeline states none."""
 WRITTEN_AT_ONCE = 16
 """Pictures that are in memory before they are written, unless a micro-batch has more."""
 
@@ -50,6 +52,12 @@ class PictureSettings:
     micro_batch_size: int
     guidance_scale_2: float | None = None
     step_cache: float = 0.0
+
+    def __post_init__(self) -> None:
+        try:
+            check_guidance_scale(self.guidance_scale)
+        except ValueError as error:
+            raise ConfigError(f"--guidance-scale: {error}") from error
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -243,7 +251,7 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
     if model.makes_sound:
         size = sound_size(float(default("duration", default("audio_duration", 10.0))))
         steps = default("num_inference_steps", 50)
-        return _replaced(PictureSettings(*size, steps, float(default("guidance_scale", 1.0)), DEFAULT_SEED, 1), options)
+        return _replaced(PictureSettings(*size, steps, model.default_guidance or 1.0, DEFAULT_SEED, 1), options)
     side = getattr(model.pipeline, "default_sample_size", None)
     side = side * scale if isinstance(side, int) else 512
     return _replaced(
@@ -253,7 +261,7 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
             # LTX-2's pipeline takes so many where it is not told
             default("num_frames", 121 if model.makes_video_with_sound else 1),
             default("num_inference_steps", 28),
-            float(default("guidance_scale", 4.5)),
+            model.default_guidance or OTHER_GUIDANCE,
             DEFAULT_SEED,
             1,
         ),

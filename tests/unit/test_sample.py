@@ -3,6 +3,7 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from sfumato.config.load import merge
 from sfumato.errors import ConfigError
 from sfumato.evaluation.pictures import PictureModel, read_prompts_file
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
+from sfumato.models.diffusion.load import find_families
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.embedded import engine
 from sfumato.tracking.samples import read_samples, step_folder
@@ -259,3 +261,29 @@ def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch,
 def test_prompts_of_a_file_without_a_name_are_an_error_of_the_option(name):
     with pytest.raises(ConfigError, match=f"--prompts '{name}'"):
         read_prompts_file(name, None, None)
+
+
+OWN_GUIDANCE = [
+    ("StableDiffusion3Pipeline", {}, 7.0),
+    ("QwenImagePipeline", {}, 4.0),
+    ("FluxPipeline", {"guidance_embeds": True}, 3.5),
+    ("FluxPipeline", {"guidance_embeds": False}, 1.0),
+    ("Flux2KleinPipeline", {"is_distilled": False}, 4.0),
+    ("Flux2KleinPipeline", {"is_distilled": True}, 1.0),
+    ("Krea2Pipeline", {"is_distilled": False}, 5.5),
+    ("Krea2Pipeline", {"is_distilled": True}, 1.0),
+    ("ZImagePipeline", {}, 6.0),
+    ("Ideogram4Pipeline", {}, 7.0),
+    ("HunyuanVideo15Pipeline", {}, 6.0),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "scale"), OWN_GUIDANCE)
+def test_folders_are_drawn_with_the_guidance_of_their_pipeline(name, settings, scale):
+    family = find_families()[name]
+    model = object.__new__(family)
+    model.pipeline = object.__new__(family.pipeline_type())
+    model.pipeline.register_to_config(**settings)
+    model.pipeline.guider = SimpleNamespace(guidance_scale=6.0) if name.startswith("Hunyuan") else None
+    model.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**settings))
+    assert model.default_guidance == scale

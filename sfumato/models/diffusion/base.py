@@ -240,6 +240,18 @@ class DiffusionModel(FrozenParts):
         unconditional branch."""
         return False
 
+    @property
+    def default_guidance(self) -> float | None:
+        """The guidance scale of the pipeline's own call in diffusers, counted as here; None where it states none.
+
+        Of distilled models that are made for it 1.
+        """
+        if guider := getattr(self.pipeline, "guider", None):
+            return float(guider.guidance_scale)
+        call = inspect.signature(type(self.pipeline).__call__).parameters
+        defaults = [call[name].default for name in ("guidance_scale", "true_cfg_scale") if name in call]
+        return next((float(scale) for scale in defaults if isinstance(scale, int | float)), None)
+
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance of two velocities ``[B, *latent_shape]``, float32."""
         return unconditional + scale * (conditional - unconditional)
