@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -241,25 +240,26 @@ def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions)
 
 def default_settings(model: DiffusionModel, options: GenerationOptions) -> PictureSettings:
     """Those of the pipeline's own call in diffusers, with what the options replace."""
-    call = inspect.signature(type(model.pipeline).__call__).parameters
 
     def default(name: str, otherwise: Any) -> Any:
-        value = call[name].default if name in call else None
-        return otherwise if value is None or value is inspect.Parameter.empty else value
+        value = model.call_default(name)
+        return otherwise if value is None else value
 
-    scale = getattr(model.pipeline, "vae_scale_factor", 8)
     if model.makes_sound:
         size = sound_size(float(default("duration", default("audio_duration", 10.0))))
         steps = default("num_inference_steps", 50)
         return _replaced(PictureSettings(*size, steps, model.default_guidance or 1.0, DEFAULT_SEED, 1), options)
-    side = getattr(model.pipeline, "default_sample_size", None)
-    side = side * scale if isinstance(side, int) else 512
+    scale = getattr(model.pipeline, "vae_scale_factor", 8)
+    denoiser = getattr(model.denoiser, "config", {})  # which has the sizes of Stable Diffusion and CogVideoX
+    side = getattr(model.pipeline, "default_sample_size", denoiser.get("sample_size"))
+    side = side if isinstance(side, int) else 512 // scale
+    # LTX-2's pipeline takes 121 frames where it is not told
+    frames = 121 if model.makes_video_with_sound else denoiser.get("sample_frames", 1)
     return _replaced(
         PictureSettings(
-            default("height", side),
-            default("width", side),
-            # LTX-2's pipeline takes so many where it is not told
-            default("num_frames", 121 if model.makes_video_with_sound else 1),
+            default("height", denoiser.get("sample_height", side) * scale),
+            default("width", denoiser.get("sample_width", side) * scale),
+            default("num_frames", frames),
             default("num_inference_steps", 28),
             model.default_guidance or OTHER_GUIDANCE,
             DEFAULT_SEED,
@@ -385,8 +385,12 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
                 dtype=options.dtype_on(device),
                 max_sequence_length=options.max_sequence_length or 256,
             )
-            can_edit = options.from_images and family_of(section).image_family is not None
-            section = section.model_copy(update={"from_images": can_edit})
+            family = family_of(section)
+            changes: dict[str, object] = {"from_images": options.from_images and family.image_family is not None}
+            length = family.call_default("max_sequence_length")
+            if options.max_sequence_length is None and length is not None:
+                changes["max_sequence_length"] = length  # some networks read the padding, too
+            section = section.model_copy(update=changes)
         model = build_diffusion_model(section, device, init_device="cuda")
         if section.dtype == "bf16":
             model.denoiser.to(torch.bfloat16)

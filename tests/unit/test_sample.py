@@ -7,12 +7,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from diffusers.configuration_utils import FrozenDict
 from PIL import Image
 
 from sfumato.cli import main
 from sfumato.config.load import merge
 from sfumato.errors import ConfigError
-from sfumato.evaluation.pictures import PictureModel, read_prompts_file
+from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.pictures import PictureModel, default_settings, read_prompts_file
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
 from sfumato.models.diffusion.load import find_families
 from sfumato.rewards.base import Sample
@@ -287,3 +289,26 @@ def test_folders_are_drawn_with_the_guidance_of_their_pipeline(name, settings, s
     model.pipeline.guider = SimpleNamespace(guidance_scale=6.0) if name.startswith("Hunyuan") else None
     model.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**settings))
     assert model.default_guidance == scale
+
+
+@pytest.mark.parametrize(
+    ("name", "denoiser", "size", "frames", "tokens"),
+    [
+        ("StableDiffusionPipeline", {"sample_size": 96}, (768, 768), 1, None),
+        ("CogVideoXPipeline", {"sample_height": 60, "sample_width": 90, "sample_frames": 49}, (480, 720), 49, 226),
+        ("FluxPipeline", {"guidance_embeds": True}, (1024, 1024), 1, 512),
+        ("WanPipeline", {}, (480, 832), 81, 512),
+    ],
+)
+def test_folders_are_drawn_in_the_size_of_their_pipeline(name, denoiser, size, frames, tokens):
+    family = find_families()[name]
+    model = object.__new__(family)
+    model.pipeline = object.__new__(family.pipeline_type())
+    model.pipeline.guider = None
+    model.pipeline.vae_scale_factor = 8
+    if name == "FluxPipeline":
+        model.pipeline.default_sample_size = 128
+    setattr(model.pipeline, family.denoiser_name, SimpleNamespace(config=FrozenDict(denoiser)))
+    settings = default_settings(model, GenerationOptions())
+    assert (settings.height, settings.width, settings.num_frames) == (*size, frames)
+    assert family.call_default("max_sequence_length") == tokens
