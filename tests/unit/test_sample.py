@@ -7,8 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from diffusers import StableDiffusion3Pipeline
 from diffusers.configuration_utils import FrozenDict
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from sfumato.cli import main
 from sfumato.config.load import merge
@@ -16,6 +18,7 @@ from sfumato.errors import ConfigError
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.pictures import PictureModel, default_settings, read_prompts_file
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
+from sfumato.models.diffusion.adapter_files import ADAPTER_FILE, load_from_diffusers
 from sfumato.models.diffusion.load import find_families
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.embedded import engine
@@ -263,6 +266,21 @@ def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch,
 def test_prompts_of_a_file_without_a_name_are_an_error_of_the_option(name):
     with pytest.raises(ConfigError, match=f"--prompts '{name}'"):
         read_prompts_file(name, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("attn.to_q", "attn.to_query"), ("transformer.", ""), (".lora_A", ".alpha")]
+)
+def test_adapters_that_the_model_has_no_place_for_are_refused(rl_run, tmp_path, name, other):
+    """They were left out without a word, or ended in a traceback."""
+    stored = load_file(rl_run / "hf_ckpt" / ADAPTER_FILE)
+    (tmp_path / "adapter").mkdir()
+    save_file(
+        {key.replace(name, other, 1): value for key, value in stored.items()}, tmp_path / "adapter" / ADAPTER_FILE
+    )
+    model = StableDiffusion3Pipeline.from_pretrained(rl_run.parent / "pipeline")
+    with pytest.raises(ConfigError, match=r"cannot be loaded into this StableDiffusion3Pipeline: .*Give the model"):
+        load_from_diffusers(model, tmp_path / "adapter")
 
 
 OWN_GUIDANCE = [
