@@ -209,7 +209,7 @@ def test_tables_beside_shards_of_img2dataset_are_not_read(tmp_path: Path) -> Non
             shard.addfile(info, io.BytesIO(blob))
     pyarrow.parquet.write_table(pyarrow.table({"url": ["u"], "caption": ["a cat"]}), tmp_path / "00000.parquet")
     (tmp_path / "00000_stats.json").write_text("{}")
-    dataset = opened(tmp_path, said := [], image_key="jpg", text_key="txt")
+    dataset = opened(tmp_path, said := [], text_key="txt")
     assert [dataset.caption(index) for index in range(len(dataset))] == ["a cat"]
     (left_out,) = said
     assert "00000.parquet, 00000_stats.json" in left_out
