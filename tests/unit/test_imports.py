@@ -244,7 +244,7 @@ MOST_LINES = {
     "train_autoencoder": 21_300,
     "train_dit": 24_450,
     "train_dit_dpo": 25_750,
-    "train_image_tokenizer": 27_200,
+    "train_image_tokenizer": 27_250,
     "train_omni": 37_550,
     "train_text": 27_850,
     "train_text_dpo": 27_600,
