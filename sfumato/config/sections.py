@@ -116,6 +116,20 @@ class ModelConfig(Section):
         return self
 
 
+def check_guidance_scale(scale: float) -> float:
+    """A guidance scale of at least 1. Raises ValueError for a smaller one.
+
+    diffusers takes up to 1 for none; as a factor, 0 is the branch of the empty prompt alone.
+    """
+    if not scale >= 1:
+        raise ValueError(f"{scale:g} would draw with less of the prompt, 0 without it; 1 is no guidance: set 1")
+    return scale
+
+
+GuidanceScale = Annotated[float, AfterValidator(check_guidance_scale)]
+"""Classifier-free guidance, or the input of a model that embeds it."""
+
+
 def _check_expression(match: str) -> str:
     try:
         re.compile(match)

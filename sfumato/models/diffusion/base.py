@@ -132,6 +132,12 @@ class DiffusionModel(FrozenParts):
         return getattr(diffusers, cls.pipeline_class)
 
     @classmethod
+    def call_default(cls, name: str) -> object:
+        """What the pipeline's own call takes for an argument that it is not given; None where it has none."""
+        parameter = inspect.signature(cls.pipeline_type().__call__).parameters.get(name)
+        return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+
+    @classmethod
     def with_images(cls) -> type[DiffusionModel]:
         """The class named ``image_family``."""
         return getattr(sys.modules[cls.__module__], str(cls.image_family))
@@ -239,6 +245,17 @@ class DiffusionModel(FrozenParts):
         """Whether the denoiser takes the guidance scale as an input, ``embeddings["guidance"]``, instead of running an
         unconditional branch."""
         return False
+
+    @property
+    def default_guidance(self) -> float | None:
+        """The guidance scale of the pipeline's own call in diffusers, counted as here; None where it states none.
+
+        Of distilled models that are made for it 1.
+        """
+        if guider := getattr(self.pipeline, "guider", None):
+            return float(guider.guidance_scale)
+        scales = [self.call_default(name) for name in ("guidance_scale", "true_cfg_scale")]
+        return next((float(scale) for scale in scales if isinstance(scale, int | float)), None)
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance of two velocities ``[B, *latent_shape]``, float32."""

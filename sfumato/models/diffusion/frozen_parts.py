@@ -509,4 +509,10 @@ def image_autoencoder(pipeline: DiffusionPipeline) -> AutoencoderKL:
             f"{TRAINED_AUTOENCODER} alone is trained here, and the vae of {type(pipeline).__name__} is a {name}: "
             "take it from a published model, or a pipeline such as StableDiffusion3Pipeline or FluxPipeline"
         )
-    return pipeline.components["vae"]
+    vae = pipeline.components["vae"]
+    if getattr(vae.config, "latents_mean", None) is not None:
+        raise ConfigError(
+            "the vae's latents_mean and latents_std are of the weights before training: set both to null in "
+            "vae/config.json, so that scaling_factor is measured anew"
+        )
+    return vae
