@@ -374,8 +374,6 @@ def read_first(*arguments):
     ("task", "arguments", "code"),
     [
         ("rl_diffusion", ["--help"], 0),
-        ("rl_diffusion", ["configs/quickstart/rl.yaml"], 0),
-        ("rl_diffusion", ["configs/quickstart/rl.yaml", "--train.sead", "1"], 2),
         ("rl_diffusion_forward", ["configs/quickstart/algorithms/diffusion_nft.yaml"], 0),
         ("train_text", ["configs/quickstart/text_sft.yaml", "--train.sead", "1"], 2),
     ],

@@ -101,10 +101,14 @@ def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> N
     pipeline = built.pipeline()
     start = keyed_normal(row.latent_shape, SEED, "latent", 0, [0])
     calls: list[Any] = []
-    hook = pipeline.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
-    row.call(pipeline, [row.prompts[0]], start, 1.0, "latent")
+
+    def stop_at_first_step(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((args, kwargs))
+        raise InterruptedError
+
+    hook = pipeline.transformer.register_forward_pre_hook(stop_at_first_step, with_kwargs=True)
+    with pytest.raises(InterruptedError):
+        row.call(pipeline, [row.prompts[0]], start, 1.0, "latent")
     hook.remove()
     args, kwargs = calls[0]
     target = keyed_normal(row.latent_shape, SEED, "target", 0, [0])
