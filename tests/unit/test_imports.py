@@ -148,17 +148,8 @@ def test_rooms_that_all_modalities_share_know_the_configuration_of_none():
             assert not imported_configs & TASK_CONFIGS, f"{relative(path)} imports {imported_configs & TASK_CONFIGS}"
 
 
-def test_the_runtime_loads_no_modality():
-    """As the contract says, when it is imported; words in its source give away what an import would not."""
-    runtime_modules = [".".join(module_of(path)) for path in LIBRARY if module_of(path)[1:2] == ("runtime",)]
-    loaded = [
-        name
-        for name in loaded_after(f"import {', '.join(runtime_modules)}")
-        if name.startswith(("sfumato", "diffusers"))
-    ]
-    assert {"sfumato.models.policies", "sfumato.rollout.batch", *runtime_modules} <= set(loaded)
-    models = {name for name in loaded if name.startswith(("sfumato.models.", "sfumato.data", "diffusers"))}
-    assert models == {"sfumato.models.policies", "sfumato.models.exportable"}
+def test_the_source_of_the_runtime_names_no_modality():
+    """What it imports is the contract's business; words give away what an import would not."""
     words = ("velocity", "latent", "diffusion", "picture", "image of")
     for path in (ROOT / "sfumato/runtime").rglob("*.py"):
         results = [word for word in words if word in path.read_text(encoding="utf-8")]
