@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,11 +28,13 @@ from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import check_multimodal
 from sfumato.models.language.packed_model import RowLayout
+from sfumato.models.language.probe_documents import text_tokens
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.stages import check_added_features
 from sfumato.parallel.weights import whole_weights
+from sfumato.rollout.engines.embedded.row_choice import _plain_tokens
 from tests.tiny import run_task_here, tiny_language_description, write_config
 from tests.tiny_vision import TOKENS, data_url, image_row, picture, tiny_vision_config, tiny_vision_description
 
@@ -66,7 +69,7 @@ def inputs_of(model, row):
         messages.append({"role": message["role"], "content": shown})
     text = model.tokenizer.apply_chat_template(messages, tokenize=False)
     opened = [read_image(base64.b64decode(url.partition(",")[2]), "a test") for url in pictures]
-    return processor(text=[text], images=opened or None, return_tensors="pt")
+    return processor(text=[text], images=[opened] if opened else None, return_tensors="pt")
 
 
 WAYS = [(kind, "packed") for kind in PACKED] + [(kind, "documents") for kind in APART]
@@ -126,6 +129,24 @@ def test_a_described_llava_has_the_tokens_that_its_encoder_makes(tmp_path, kind,
     assert "pixel_values" in inputs
     with torch.no_grad():  # transformers refuses another number
         model.plain(**{name: inputs[name] for name in inputs if name != "num_patches"})
+
+
+def test_llava_onevision_cuts_tiles_of_a_single_image_alone(tmp_path):
+    """As its processor does for the images of one conversation."""
+    reader = build(tmp_path, "llava_onevision")[0].vision.reader
+    image = read_image(picture(32, 32), "a test")
+    (alone,), _ = reader.place([image])
+    texts, shapes = reader.place([image, image])
+    assert [text.count("<|image_pad|>") for text in texts] == [4 * 4 + 1] * 2 and shapes[:, 0].tolist() == [1, 1]
+    assert alone.count("<|image_pad|>") > 2 * (4 * 4 + 1)
+
+
+def test_random_texts_hold_no_token_of_any_medium(tmp_path):
+    """Nor of videos, where the data has images alone: positions of three axes looked for the video."""
+    model, _ = build(tmp_path, "qwen3_vl")
+    assert 262 in model.vision.reader.media_tokens() and 262 not in model.vision.idle_ids
+    assert 262 not in text_tokens(model)
+    assert 262 not in _plain_tokens(SimpleNamespace(vision=model.vision), 263)
 
 
 @pytest.mark.parametrize("packed", [True, False])
