@@ -236,6 +236,11 @@ def broken_rows():
             {},
             "max_pixels of a single part cannot be followed",
         ),
+        "its own times": (
+            [{"type": "image", "image": data_url(plain_file), "start": 0.5, "end": 1.0}, *ask],
+            {},
+            "start of a single part cannot be followed",
+        ),
         "video in a column": (
             "<video>What?",
             {"videos": ["a.mp4"]},
@@ -244,6 +249,13 @@ def broken_rows():
         "too few": ("<image> and <image>?", {"images": [saved(plain)]}, "an image is missing.*has 1"),
         "too many": ("<image>?", {"images": [saved(plain)] * 3}, "2 of 3 images in its column have no place"),
         "null": ("<image>?", {"images": [None]}, "is null"),
+        "two columns": ("<image>?", {"images": [saved(plain)], "image": saved(plain)}, "both columns 'images' and 'im"),
+        "empty beside it": (
+            "What?",
+            {"images": [], "image": saved(plain)},
+            "1 of 1 images in its column have no place",
+        ),
+        "boxes": ("<image>Find <bbox>", {"images": [saved(plain)], "objects": {"bbox": []}}, "<bbox> stands for"),
         "order": (
             [{"type": "image", "index": number} for number in (1, 0)],
             {"images": [saved(plain)] * 2},
@@ -274,6 +286,12 @@ def test_an_image_in_an_answer_is_in_no_loss(transform, learned):
         return
     document = transform(FiledRow({"messages": said}), "row 1")[0].documents[0]
     assert transform.reader.tokenizer.decode(document.input_ids[document.loss_mask].tolist()) == "A cat.<|im_end|>"
+
+
+def test_an_empty_name_of_an_image_is_none(transform):
+    """As rows of text have it among LLaVA's."""
+    said = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}]
+    assert transform(FiledRow({"messages": said, "image": ""}), "row 1")[0].documents[0].images is None
 
 
 def test_a_mark_that_is_only_mentioned_stays_text(transform):
