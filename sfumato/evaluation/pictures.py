@@ -383,14 +383,10 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
             section = ModelConfig(
                 model_path=str(architecture),
                 dtype=options.dtype_on(device),
-                max_sequence_length=options.max_sequence_length or 256,
+                max_sequence_length=options.max_sequence_length,
             )
-            family = family_of(section)
-            changes: dict[str, object] = {"from_images": options.from_images and family.image_family is not None}
-            length = family.call_default("max_sequence_length")
-            if options.max_sequence_length is None and length is not None:
-                changes["max_sequence_length"] = length  # some networks read the padding, too
-            section = section.model_copy(update=changes)
+            can_edit = options.from_images and family_of(section).image_family is not None
+            section = section.model_copy(update={"from_images": can_edit})
         model = build_diffusion_model(section, device, init_device="cuda")
         if section.dtype == "bf16":
             model.denoiser.to(torch.bfloat16)

@@ -312,7 +312,7 @@ def test_folders_are_drawn_with_the_guidance_of_their_pipeline(name, settings, s
 @pytest.mark.parametrize(
     ("name", "denoiser", "size", "frames", "tokens"),
     [
-        ("StableDiffusionPipeline", {"sample_size": 96}, (768, 768), 1, None),
+        ("StableDiffusionPipeline", {"sample_size": 96}, (768, 768), 1, 256),
         ("CogVideoXPipeline", {"sample_height": 60, "sample_width": 90, "sample_frames": 49}, (480, 720), 49, 226),
         ("FluxPipeline", {"guidance_embeds": True}, (1024, 1024), 1, 512),
         ("WanPipeline", {}, (480, 832), 81, 512),
@@ -329,4 +329,4 @@ def test_folders_are_drawn_in_the_size_of_their_pipeline(name, denoiser, size, f
     setattr(model.pipeline, family.denoiser_name, SimpleNamespace(config=FrozenDict(denoiser)))
     settings = default_settings(model, GenerationOptions())
     assert (settings.height, settings.width, settings.num_frames) == (*size, frames)
-    assert family.call_default("max_sequence_length") == tokens
+    assert family.prompt_length(None) == tokens

@@ -125,19 +125,6 @@ class DiffusionModel(FrozenParts):
             self.prepare_denoiser(self.denoiser)
 
     @classmethod
-    def pipeline_type(cls) -> type[DiffusionPipeline]:
-        """The class named ``pipeline_class``: that of diffusers, unless a family overrides this."""
-        import diffusers
-
-        return getattr(diffusers, cls.pipeline_class)
-
-    @classmethod
-    def call_default(cls, name: str) -> object:
-        """What the pipeline's own call takes for an argument that it is not given; None where it has none."""
-        parameter = inspect.signature(cls.pipeline_type().__call__).parameters.get(name)
-        return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
-
-    @classmethod
     def with_images(cls) -> type[DiffusionModel]:
         """The class named ``image_family``."""
         return getattr(sys.modules[cls.__module__], str(cls.image_family))
@@ -252,9 +239,9 @@ class DiffusionModel(FrozenParts):
 
         Of distilled models that are made for it 1.
         """
-        if guider := getattr(self.pipeline, "guider", None):
-            return float(guider.guidance_scale)
-        scales = [self.call_default(name) for name in ("guidance_scale", "true_cfg_scale")]
+        guider = getattr(self.pipeline, "guider", None)
+        scales = [getattr(guider, "guidance_scale", None)]
+        scales += [self.call_default(name) for name in ("guidance_scale", "true_cfg_scale")]
         return next((float(scale) for scale in scales if isinstance(scale, int | float)), None)
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
