@@ -70,7 +70,7 @@ def report_ending(ending: Ending) -> None:
 
             run.alert(Alert("stopped", f"ended with exit code {ending.code}: {line}"))
         run.write_report(ending=line)
-        run.flush_alerts()
+        run.end_trackers(ending.code)
     except Exception as error:  # what ended the run matters more
         print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 
