@@ -28,7 +28,7 @@ from sfumato.tracking.folder import read_environment
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
-from sfumato.tracking.task import report_ending, run_again_when_lost
+from sfumato.tracking.task import after_requeue, report_ending, run_again_when_lost
 from sfumato.tracking.trackers import Trackers
 from tests.tiny import tiny_dit_config, tiny_rl_config
 
@@ -377,6 +377,29 @@ def test_a_run_that_is_stopped_while_its_trackers_start_has_its_report(
     run.end_trackers(143)
     run.close()
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "restarts", "job", "goes_on_with"),
+    [
+        ("runs/a", "1", "17", "auto"),
+        ("new", "2", "17", "auto"),
+        ("runs/a", "0", "17", "runs/a"),
+        ("runs/a", "1", "18", "runs/a"),
+        (None, "1", "17", None),
+    ],
+)
+def test_a_job_that_slurm_queues_again_goes_on_with_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str | None, restarts: str, job: str, goes_on_with: str
+) -> None:
+    """It went back to the named checkpoint each time, or with ``new`` to the first step."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    start(tmp_path).begin(10, 0, [])
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    config = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
+    train = config.train.model_copy(update={"load_checkpoint_path": wanted})
+    assert after_requeue(config.model_copy(update={"train": train})).train.load_checkpoint_path == goes_on_with
 
 
 def test_trackers_are_told_how_a_run_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
