@@ -231,7 +231,7 @@ MOST_LINES = {
     "rl_diffusion": 29_900,
     "rl_diffusion_direct": 28_950,
     "rl_diffusion_forward": 29_400,
-    "rl_text": 29_550,
+    "rl_text": 29_600,
     "train_autoencoder": 21_450,
     "train_dit": 24_550,
     "train_dit_dpo": 25_850,
