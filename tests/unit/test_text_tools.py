@@ -126,6 +126,7 @@ def test_read_calls():
         '{"arguments": {}}': "with name and arguments",
         '["a"]': "with name and arguments",
         '{"name": "a", "arguments": "{"}': "the arguments are not valid JSON",
+        '{"name": "a", "parameters": {"x": 1}}': "name and arguments, and not 'parameters'",
     }
     for content, problem in problems.items():
         (call,) = read_calls(f"<tool_call>{content}</tool_call>")

@@ -182,6 +182,9 @@ def _read_json_call(content: str) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", None, "a call must be a JSON object with name and arguments")
     arguments = call.get("arguments")
+    others = sorted(set(call) - {"name", "arguments", "id", "type"})
+    if others and "arguments" not in call:  # such as Llama's parameters, without which the defaults would be taken
+        return ToolCall(call["name"], None, f"a call must have name and arguments, and not {others[0]!r}")
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)
