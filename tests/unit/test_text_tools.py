@@ -414,6 +414,14 @@ def test_tools_of_ones_own():
     assert "Says a word loudly." in engine.prompts[0]
 
 
+def test_arguments_are_of_the_type_that_the_schema_asks_for():
+    kind = ToolUse(use=(f"{__name__}:shout", f"{__name__}:later"))
+    calls = call_of("later", number="4") + call_of("later", number="four") + call_of("shout", word="4")
+    drawn, _ = draw(kind, [f"{calls}{END}", f"ok{END}"])
+    results = [m["content"] for m in drawn.messages if m["role"] == "tool"]
+    assert results == ['{"twice": 8}', "Error: number of later must be integer, not 'four'", "4"]
+
+
 def test_a_result_of_100_mb_is_cut_and_this_is_said():
     kind = ToolUse(use=(f"{__name__}:flood",), max_output_chars=50)
     drawn, engine = draw(kind, [f"{call_of('flood', word='ab')}{END}", f"ok{END}"])
