@@ -10,7 +10,6 @@ from typing import ClassVar, Literal
 import numpy as np
 import torch
 
-from sfumato.algorithms.advantages import has_spread
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError
@@ -73,6 +72,8 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
 
 
 def _standardise(values: np.ndarray) -> np.ndarray:
+    from sfumato.algorithms.advantages import has_spread
+
     # what differs by rounding alone becomes exactly 0: divided by LEAST_STD it would be a spread
     if len(values) == 0 or not has_spread(torch.from_numpy(values)):
         return np.zeros_like(values)
