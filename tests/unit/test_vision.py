@@ -17,6 +17,7 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.data.files.row_table import FiledRow
 from sfumato.data.files.sources import open_sources
+from sfumato.data.media.pictures import read_image
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_store import build_token_store
