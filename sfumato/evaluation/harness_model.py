@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+from jinja2 import TemplateError
 from lm_eval import utils
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
@@ -71,13 +72,19 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         chat = self.model.template.chat
         assert chat is not None, "run_tasks refuses a model without a chat template"
-        return self.tokenizer.apply_chat_template(
-            chat_history,
-            chat_template=chat.text,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=not add_generation_prompt,
-        )
+        try:
+            return self.tokenizer.apply_chat_template(
+                chat_history,
+                chat_template=chat.text,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=not add_generation_prompt,
+            )
+        except TemplateError as error:
+            raise ConfigError(
+                f"the chat template does not take the messages of a task ({error}): leave --system-prompt, or "
+                "--apply-chat-template, out"
+            ) from error
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **kwargs: object

@@ -69,7 +69,9 @@ def _after_last(marker: str, text: str) -> str:
     simple-evals; a model may have ended its emphasis before the colon, and go on in another line.
     """
     if marker.endswith((":", "\uff1a")):
-        colon = re.compile(re.escape(marker[:-1].rstrip()) + r"[*_`\s]*[:\uff1a][*_`\s]*", re.IGNORECASE)
+        words = re.escape(marker[:-1].rstrip())
+        # in another case it must begin a word: of the marker "A:" the end of "data:" is none
+        colon = re.compile(rf"(?:{words}|(?<![A-Za-z])(?i:{words}))[*_`\s]*[:\uff1a][*_`\s]*")
         return text[max((match.end() for match in colon.finditer(text)), default=len(text)) :]
     return text.rpartition(marker)[2] if marker in text else ""
 

@@ -24,9 +24,11 @@ def score(samples):  # uint8 [B, H, W, 3]; a function that takes tensors gets to
     values = {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])
     return values[0] if isinstance(values, tuple) else values""",
     "TRL": """\
-def score(samples):  # for conversations: completions=[[{{"role": "assistant", "content": sample.text}}] for ...]
+def score(samples):
     columns = {{key: [sample.metadata.get(key) for sample in samples] for key in samples[0].metadata}}
     prompts, completions = [sample.prompt for sample in samples], [sample.text for sample in samples]
+    # for conversations, whose functions get lists of messages:
+    # prompts, completions = zip(*((sample.messages[:-1], sample.messages[-1:]) for sample in samples))
     return {name}(prompts=prompts, completions=completions, **columns)""",
     "verl": """\
 def score(sample):  # rows of data.data_type verl; of others the columns have their own names
@@ -63,12 +65,16 @@ def check_signature(function: Callable[..., object], path: str, groupwise: bool)
     names = list(signature.parameters)
     place = place_of(function)
     where = path if place is None else f"{path} ({place[0]}:{place[1]})"
-    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if {*names} & TRL else "verl" if {*names} >= VERL else ""
+    is_of_trl = bool({*names} & TRL) and "prompt" not in names  # AReaL's get one prompt
+    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if is_of_trl else "verl" if {*names} >= VERL else ""
     if whose:
         name = path.rpartition(":")[2]
+        wrapper = WRAPPERS[whose].format(name=name)
+        if inspect.iscoroutinefunction(function):
+            wrapper = wrapper.replace("def score(", "async def score(").replace(f" {name}(", f" await {name}(")
         raise ConfigError(
             f"{where} is a function of {whose}, {name}{signature}: put this beside it, and name it instead"
-            f"{', with groupwise: true' if 'samples' in WRAPPERS[whose] else ''}\n{WRAPPERS[whose].format(name=name)}"
+            f"{', with groupwise: true' if 'samples' in WRAPPERS[whose] else ''}\n{wrapper}"
         )
     argument = "the list of a group's samples" if groupwise else "a Sample"
     try:

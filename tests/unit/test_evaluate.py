@@ -318,6 +318,10 @@ def test_documents_as_chats_begin_with_the_system_prompt(benchmark, monkeypatch)
     harness.run_tasks(loaded, ["choose"], folder, limit=1, with_chat_template=True)
     assert texts and all("system\nBe brief." in text for text in texts)
 
+    object.__setattr__(loaded.template.chat, "text", "{{ raise_exception('no system role') }}")
+    with pytest.raises(ConfigError, match=r"does not take the messages of a task \(no system role\)"):
+        harness.run_tasks(loaded, ["choose"], folder, limit=1, with_chat_template=True)
+
 
 @pytest.mark.slow  # the harness reads the files of all its tasks
 def test_a_task_that_does_not_exist_is_named(benchmark, capsys):

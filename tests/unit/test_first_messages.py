@@ -53,6 +53,14 @@ def one(sample):
     return 1.0
 
 
+async def verl_async(data_source, solution_str, ground_truth, extra_info):
+    return {"score": len(solution_str) + float(ground_truth)}
+
+
+def areal(prompt, completions, prompt_ids, completion_ids, **kwargs):
+    return 1.0
+
+
 def broken(sample):
     return helper(sample)
 
@@ -83,12 +91,13 @@ def source(tmp_path):
         ("only_values", PICTURES, [10.0, 20.0]),
         ("trl", TEXTS, [1.0, 2.0]),
         ("verl", TEXTS, [5.0, 6.0]),
+        ("verl_async", TEXTS, [5.0, 6.0]),
     ],
 )
 def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, tmp_path, name, samples, values):
     with pytest.raises(ConfigError, match=r"is a function of (flow_grpo|TRL|verl)") as error:
         FunctionReward(path=f"{source}:{name}").prepare()
-    assert f"{source}:{SOURCE[: SOURCE.index(f'def {name}')].count(chr(10)) + 1}" in str(error.value)
+    assert f"{source}:{SOURCE[: SOURCE.index(f'def {name}(')].count(chr(10)) + 1}" in str(error.value)
     lines = str(error.value).partition("\n")[2]
     mended = tmp_path / "mended.py"
     mended.write_text(f"{SOURCE}\n\n{lines}\n")
@@ -100,6 +109,8 @@ def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, t
 def test_a_function_that_cannot_be_called_with_a_sample_is_refused(source):
     with pytest.raises(ConfigError, match=r"must take one argument, a Sample, and is factory\(\): too many"):
         FunctionReward(path=f"{source}:factory").prepare()
+    with pytest.raises(ConfigError, match=r"must take one argument, a Sample, and is areal\(prompt, "):
+        FunctionReward(path=f"{source}:areal").prepare()
     with pytest.raises(ConfigError, match="no async function"):
         FunctionReward(path=f"{source}:one", concurrency=2).prepare()
     for name in ("one", "with_default", "wrapped"):

@@ -37,6 +37,8 @@ def value(reward, text, **metadata):
         ("marker", "#### \n42", None),
         ("marker:", "**Answer:**\n\n42\nor so", "42"),
         ("marker:", "ANSWER : 42", "42"),
+        ("marker:", "answer: 42\nthe myanswer: 43", "42"),
+        ("marker:", "FinalAnswer: 42", "42"),
         ("marker:", "answer\uff1a42", "42"),
         ("marker", "Answer: 42", None),
         ("boxed", r"\boxed{1} or \boxed{\frac{1}{2}} it is", r"\frac{1}{2}"),
