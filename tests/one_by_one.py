@@ -60,7 +60,7 @@ def inputs_of(processor: Any, renderer: Any, row: dict[str, Any], **settings: An
         shown = [{key: part[key] for key in part if key not in contents} for part in parts]
         messages.append({"role": message["role"], "content": shown})
     if contents["image"]:
-        settings["images"] = [read_image(content, "a test") for content in contents["image"]]
+        settings["images"] = [[read_image(content, "a test") for content in contents["image"]]]  # of one text
     if contents["audio"]:
         settings["audio"] = [read_sound(content, 16000, 30, "a test").samples for content in contents["audio"]]
     clips = [processor.video_processor.read(content, "a test") for content in contents["video"]]

@@ -494,6 +494,7 @@ CROSS_CHECKS = [
         ["reward.rewards", "evaluation_only"],
     ),
     (TrajectoryRLConfig, ["--model.lora.dropout", "0.1"], ["model.lora.dropout"]),
+    (TrajectoryRLConfig, ["--rollout.guidance_scale", "0"], ["rollout.guidance_scale", "without it", "set 1"]),
     (
         TrajectoryRLConfig,
         ["--algorithm.recipe", "flow_grpo_fast", "--rollout.num_inference_steps", "5"],

@@ -75,7 +75,7 @@ def started(monkeypatch):
     """Calls ``sfumato launch`` in this process and returns the command that it becomes, without Python itself."""
     for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # else launch adds it for the task
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -238,6 +238,7 @@ def test_gpus_of_amd_count_too(echo, tmp_path, started):
     path = program(tmp_path, "rocm-smi", ["device,GUID", "card0,1", "card1,2", "card2,3"])
     assert started_ranks(started(echo, "c.yaml", PATH=path)) == 3
     assert started_ranks(started(echo, "c.yaml", PATH=path, HIP_VISIBLE_DEVICES="0,1", CUDA_VISIBLE_DEVICES="0")) == 2
+    assert started_ranks(started(echo, "c.yaml", PATH=path, ROCR_VISIBLE_DEVICES="1,2")) == 2
 
 
 def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, started):
@@ -252,6 +253,9 @@ def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, started):
         ("runtime: {backend: ray, address: auto}\n", [], True),
         ("a: 1\n", ["--runtime.backend", "ray"], True),
         ("a: 1\n", ["--runtime.backend=ray"], True),
+        ("runtime:\n  backend : 'ray'\n", [], True),
+        ("a: 1\n", ["--runtime", "{backend: ray}"], True),
+        ("runtime:\n  backend: ray\n", ["--runtime.backend", "in_process"], False),
         ("runtime: {backend: in_process}  # backend: ray\n", [], False),
         ("data: {backend: rays}\n", [], False),
     ],

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from sfumato.config.text import TrainTextConfig
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.data.files.row_table import FiledRow
 from sfumato.data.files.sources import open_sources
+from sfumato.data.media.pictures import read_image
 from sfumato.data.synthetic.text import SyntheticRows
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_store import build_token_store
@@ -24,10 +26,12 @@ from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import check_multimodal
 from sfumato.models.language.packed_model import RowLayout
+from sfumato.models.language.probe_documents import text_tokens
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.stages import check_added_features
+from sfumato.rollout.engines.embedded.row_choice import _plain_tokens
 from tests.one_by_one import assert_as_transformers, build_reader, inputs_of, samples_of
 from tests.tiny import run_task_here, tiny_language_description, write_config
 from tests.tiny_vision import TOKENS, data_url, image_row, picture, tiny_vision_config, tiny_vision_description
@@ -74,6 +78,24 @@ def test_a_described_llava_has_the_tokens_that_its_encoder_makes(tmp_path, kind,
     assert "pixel_values" in inputs
     with torch.no_grad():  # transformers refuses another number
         model.plain(**{name: inputs[name] for name in inputs if name != "num_patches"})
+
+
+def test_llava_onevision_cuts_tiles_of_a_single_image_alone(tmp_path):
+    """As its processor does for the images of one conversation."""
+    reader = build(tmp_path, "llava_onevision")[0].vision.reader
+    image = read_image(picture(32, 32), "a test")
+    (alone,), _ = reader.place([image])
+    texts, shapes = reader.place([image, image])
+    assert [text.count("<|image_pad|>") for text in texts] == [4 * 4 + 1] * 2 and shapes[:, 0].tolist() == [1, 1]
+    assert alone.count("<|image_pad|>") > 2 * (4 * 4 + 1)
+
+
+def test_random_texts_hold_no_token_of_any_medium(tmp_path):
+    """Nor of videos, where the data has images alone: positions of three axes looked for the video."""
+    model, _ = build(tmp_path, "qwen3_vl")
+    assert 262 in model.vision.reader.media_tokens() and 262 not in model.vision.idle_ids
+    assert 262 not in text_tokens(model)
+    assert 262 not in _plain_tokens(SimpleNamespace(vision=model.vision), 263)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -163,6 +185,11 @@ def broken_rows():
             {},
             "max_pixels of a single part cannot be followed",
         ),
+        "its own times": (
+            [{"type": "image", "image": data_url(plain_file), "start": 0.5, "end": 1.0}, *ask],
+            {},
+            "start of a single part cannot be followed",
+        ),
         "video in a column": (
             "<video>What?",
             {"videos": ["a.mp4"]},
@@ -171,6 +198,13 @@ def broken_rows():
         "too few": ("<image> and <image>?", {"images": [saved(plain)]}, "an image is missing.*has 1"),
         "too many": ("<image>?", {"images": [saved(plain)] * 3}, "2 of 3 images in its column have no place"),
         "null": ("<image>?", {"images": [None]}, "is null"),
+        "two columns": ("<image>?", {"images": [saved(plain)], "image": saved(plain)}, "both columns 'images' and 'im"),
+        "empty beside it": (
+            "What?",
+            {"images": [], "image": saved(plain)},
+            "1 of 1 images in its column have no place",
+        ),
+        "boxes": ("<image>Find <bbox>", {"images": [saved(plain)], "objects": {"bbox": []}}, "<bbox> stands for"),
         "order": (
             [{"type": "image", "index": number} for number in (1, 0)],
             {"images": [saved(plain)] * 2},
@@ -201,6 +235,12 @@ def test_an_image_in_an_answer_is_in_no_loss(transform, learned):
         return
     document = transform(FiledRow({"messages": said}), "row 1")[0].documents[0]
     assert transform.reader.tokenizer.decode(document.input_ids[document.loss_mask].tolist()) == "A cat.<|im_end|>"
+
+
+def test_an_empty_name_of_an_image_is_none(transform):
+    """As rows of text have it among LLaVA's."""
+    said = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}]
+    assert transform(FiledRow({"messages": said, "image": ""}), "row 1")[0].documents[0].images is None
 
 
 def test_a_mark_that_is_only_mentioned_stays_text(transform):
