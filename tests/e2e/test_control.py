@@ -16,6 +16,7 @@ from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples
 from tests.control_requests import answers, scripted, write_all
 from tests.faults.test_kill_at_random import tiny_autoencoder_config
+from tests.resumed import assert_same_run
 from tests.tiny import (
     run_task_here,
     tiny_dit_config,
@@ -23,7 +24,6 @@ from tests.tiny import (
     tiny_rl_config,
     tiny_text_config,
     tiny_text_rl_config,
-    weights_in,
 )
 
 RARELY = {"eval": {"every_steps": 100}}
@@ -50,11 +50,6 @@ TASKS: dict[str, tuple[str, Callable[[Path], dict[str, Any]], set[str]]] = {
 }
 
 
-def assert_same_training(plain: Path, asked: Path) -> None:
-    assert (plain / "metrics.jsonl").read_bytes() == (asked / "metrics.jsonl").read_bytes()
-    assert weights_in(plain / "hf_ckpt") == weights_in(asked / "hf_ckpt")
-
-
 # other tasks call the same lines; tests/dist/test_control_ranks.py asks RL of pictures in every run of the tests
 @pytest.mark.exact
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def test_requests_change_no_bit(tmp_path: Path, name: str) -> None:
     with scripted({1: ["sample", "save", "evaluate", "pause"], 3: ["evaluate", "save", "sample"]}):
         asked = run_task_here(task, asked_settings)
 
-    assert_same_training(plain, asked)
+    assert_same_run(plain, asked)
     assert not (plain / "control.jsonl").exists()
     result = {command: "done" if command in abilities else "refused" for command in ("sample", "evaluate")}
     assert answers(asked) == [
@@ -121,7 +116,7 @@ def test_watched_prompts_are_drawn_with_every_sampling(tmp_path: Path, name: str
     watched.write_text('write "AB"\n\n# a remark\nwrite "BA"\n', encoding="utf-8")
     with scripted({1: ["sample"]}):
         asked = run_task_here(task, merge(settings, {"train": {"output_dir": str(tmp_path / "asked")}}))
-    assert_same_training(plain, asked)
+    assert_same_run(plain, asked)
     drawn = {
         step: [row["prompt"] for row in rows if row["kind"] == "watched"] for step, rows in read_samples(asked).items()
     }
@@ -141,7 +136,7 @@ def test_stop_saves_and_a_resume_goes_on(tmp_path: Path) -> None:
     assert list(list_checkpoints(folder / "checkpoints")) == [2]
     write_all(folder, 0, ["stop"])  # of the run that has ended: the next one must not obey it
     run_task_here("train_dit", merge(asked, {"train": {"load_checkpoint_path": "auto"}}))
-    assert_same_training(plain, folder)
+    assert_same_run(plain, folder)
     assert answers(folder) == [(2, "stop", "done"), (0, "stop", "refused")]
 
 

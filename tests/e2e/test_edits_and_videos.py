@@ -24,6 +24,7 @@ from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.samples import read_samples, step_folder
 from tests import tiny_families
+from tests.resumed import assert_same_run, resume_after_interrupt
 from tests.tiny import (
     load_task,
     rl_task,
@@ -480,16 +481,4 @@ def test_a_video_run_resumes_exactly(name: str, pipelines: Callable[[str], Path]
     config = rl_config(name, pipelines(name), tmp_path, train={"max_steps": 3})
     whole = run_task_here("rl_diffusion", config)
     part = {"train": {"output_dir": str(tmp_path / "part"), "save_steps": 1}}
-    task, update = load_task("rl_diffusion"), load_task("rl_diffusion").update_policy
-
-    def interrupted(actor: Any, batch: Any, advantages: Any, config: Any, step: int, probe: Any) -> dict[str, float]:
-        if step == 2:
-            raise KeyboardInterrupt
-        return update(actor, batch, advantages, config, step, probe)
-
-    task.update_policy = interrupted
-    with pytest.raises(KeyboardInterrupt):
-        run_task_here(task, merge(config, part))
-    resumed = run_task_here("rl_diffusion", merge(config, merge(part, {"train": {"load_checkpoint_path": "auto"}})))
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
+    assert_same_run(resume_after_interrupt("rl_diffusion", merge(config, part), 2), whole)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from sfumato.config.load import merge
+from tests.resumed import assert_same_run
 from tests.tiny import load_task, run_task_here, tiny_rl_config, weights_in
 
 STEPS = 5
@@ -52,8 +53,7 @@ def test_without_staleness_results_are_those_of_the_actor_that_samples(
     runs: Runs, overrides: dict[str, Any], request: pytest.FixtureRequest
 ) -> None:
     other = runs.run(request.node.name, overrides)
-    assert (other / "metrics.jsonl").read_bytes() == (runs.hybrid / "metrics.jsonl").read_bytes()
-    assert weights_in(other / "hf_ckpt") == weights_in(runs.hybrid / "hf_ckpt")
+    assert_same_run(other, runs.hybrid)
 
 
 def test_one_step_off_learns_from_the_samples_of_the_policy_before(runs: Runs) -> None:
@@ -104,8 +104,7 @@ def test_a_late_run_that_was_killed_goes_on_with_the_samples_of_the_policy_befor
     with pytest.raises(RuntimeError, match="killed"):
         runs.run("killed", overrides, task)
     resumed = runs.run("killed", merge(overrides, {"train": {"load_checkpoint_path": "auto"}}))
-    assert (resumed / "metrics.jsonl").read_bytes() == (runs.one_step_off / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(runs.one_step_off / "hf_ckpt")
+    assert_same_run(resumed, runs.one_step_off)
 
 
 @pytest.mark.slow

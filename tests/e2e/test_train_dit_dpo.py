@@ -16,7 +16,8 @@ from PIL import Image
 from sfumato.config.load import merge
 from sfumato.tracking.json_lines import read_jsonl
 from tests import tiny_families
-from tests.tiny import run_task_here, tiny_dit_dpo_config, weights_in, write_tiny_pipeline
+from tests.resumed import assert_same_run
+from tests.tiny import run_task_here, tiny_dit_dpo_config, write_tiny_pipeline
 
 LORA = {"model": {"lora": {"rank": 4, "alpha": 8}}}
 COLOURS = {"red": (220, 30, 30), "green": (30, 200, 40), "blue": (30, 40, 220), "white": (250, 250, 250)}
@@ -138,8 +139,7 @@ def test_a_resumed_run_ends_as_the_undisturbed_one(tmp_path: Path, settings: dic
     first = str(resumed / "checkpoints" / "global_step_2")
     again = {"output_dir": str(resumed), "load_checkpoint_path": first, "max_checkpoints": 1}
     run_task_here("train_dit_dpo", merge(config, {"train": again}))
-    assert (resumed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+    assert_same_run(resumed, undisturbed)
 
 
 def test_a_broken_pair_is_left_out_and_named(tmp_path: Path) -> None:

@@ -27,8 +27,9 @@ from sfumato.rollout.engines.base import Sampling
 from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.image_rollout import DrawingKind
 from sfumato.rollout.text.image_generation import draw_images
+from tests.resumed import assert_same_run, resume_after_kill
 from tests.scripted_engine import ScriptedEngine
-from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
+from tests.tiny import run_task_here, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_omni import tiny_omni_config
 
 
@@ -116,12 +117,7 @@ def test_hidden_prompts_and_guidance(settings: dict, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(settings: dict, whole: Path, tmp_path: Path) -> None:
-    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
-    run_task_process("train_omni", write_config(config, tmp_path / "config.yaml"), kill_after=3)
-    assert not (tmp_path / "run" / "hf_ckpt").exists()
-    resumed = run_task_here("train_omni", config)
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(resume_after_kill("train_omni", settings, tmp_path), whole)
 
 
 def test_parts_of_an_export_and_its_projector_are_the_model_again(settings: dict, whole: Path, tmp_path: Path) -> None:

@@ -23,7 +23,8 @@ from sfumato.models.omni.load import build_omni_model
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import build_mesh
 from sfumato.rollout.text.image_generation import draw_images
-from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
+from tests.resumed import assert_same_run, resume_after_kill
+from tests.tiny import run_task_here, tiny_text_rl_config, weights_in, write_config
 from tests.tiny_unified import tiny_unified_config
 from tests.tiny_vision import picture
 
@@ -224,12 +225,7 @@ def test_what_is_frozen_by_name_stays(trained: Any, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(trained: Any, tmp_path: Path) -> None:
     _, config, whole = trained
-    config = merge(config, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
-    run_task_process("train_omni", write_config(config, tmp_path / "config.yaml"), kill_after=3)
-    assert not (tmp_path / "run" / "hf_ckpt").exists()
-    resumed = run_task_here("train_omni", config)
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(resume_after_kill("train_omni", config, tmp_path), whole)
 
 
 def test_weights_on_meta_are_those_of_the_folder(trained: Any, tmp_path: Path) -> None:

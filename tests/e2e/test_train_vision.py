@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText
 from sfumato.config.load import load_config, merge
 from sfumato.config.text import TrainTextConfig
 from sfumato.models.language.load import build_language_model
-from tests.tiny import run_task_here, run_task_process, weights_in, write_config
+from tests.resumed import assert_same_run, resume_after_kill
+from tests.tiny import run_task_here, run_task_process, write_config
 from tests.tiny_vision import tiny_media_config, tiny_vision_config
 from tests.tiny_vision_rl import tiny_vision_pairs_config, tiny_vision_rl_config
 
@@ -44,11 +45,7 @@ def test_a_killed_run_with_videos_goes_on_to_the_same_bits(tmp_path: Path) -> No
     pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'video')")
     settings = tiny_media_config(tmp_path, train={"save_steps": 2, "output_dir": str(tmp_path / "whole")})
     whole = run_task_here("train_text", settings)
-    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
-    run_task_process("train_text", write_config(config, tmp_path / "config.yaml"), kill_after=3)
-    resumed = run_task_here("train_text", config)
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(resume_after_kill("train_text", settings, tmp_path), whole)
 
     path = str(whole / "hf_ckpt")  # what was exported is read with its processor, and goes on from there
     model = {"model_path": path, "config_path": None, "tokenizer_path": None}
@@ -59,12 +56,7 @@ def test_a_killed_run_with_videos_goes_on_to_the_same_bits(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_bits(settings: dict, whole: Path, tmp_path: Path) -> None:
-    config = merge(settings, {"train": {"output_dir": str(tmp_path / "run"), "load_checkpoint_path": "auto"}})
-    run_task_process("train_text", write_config(config, tmp_path / "config.yaml"), kill_after=3)
-    assert not (tmp_path / "run" / "hf_ckpt").exists()
-    resumed = run_task_here("train_text", config)
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(resume_after_kill("train_text", settings, tmp_path), whole)
 
 
 def test_a_run_begins_from_the_folder_that_another_exported(settings: dict, whole: Path, tmp_path: Path) -> None:
@@ -134,8 +126,7 @@ def test_killed_rl_and_dpo_go_on_to_the_same_bits(task: str, make: Callable[...,
     run_task_process(task, write_config(config, tmp_path / "config.yaml"), kill_after=3)
     assert not (tmp_path / "run" / "hf_ckpt").exists()
     resumed = run_task_here(task, config)
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(resumed, whole)
 
 
 @pytest.mark.slow

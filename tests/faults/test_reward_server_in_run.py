@@ -16,8 +16,9 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import RewardError
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.json_lines import read_jsonl
+from tests.resumed import assert_same_run
 from tests.reward_servers import ServerProcess, remote_reward, start_server
-from tests.tiny import ROOT, run_task_here, run_task_process, tiny_rl_config, weights_in
+from tests.tiny import ROOT, run_task_here, run_task_process, tiny_rl_config
 
 BRIGHTNESS = [{"type": "brightness"}]
 
@@ -90,8 +91,7 @@ def disturbed_run(folder: Path, config: dict[str, Any], served: list[dict[str, A
 @pytest.mark.slow
 def test_a_server_that_is_down_for_a_while_changes_no_bit_of_the_run(tmp_path: Path, undisturbed: Path) -> None:
     disturbed = disturbed_run(tmp_path, config_of(tmp_path, BRIGHTNESS[0]), BRIGHTNESS, outage_s=3)
-    assert (disturbed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert weights_in(disturbed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+    assert_same_run(disturbed, undisturbed)
 
 
 @pytest.mark.slow
@@ -117,8 +117,7 @@ def test_an_outage_of_20_seconds_changes_no_bit_of_the_quickstart(tmp_path: Path
     disturbed = disturbed_run(tmp_path / "remote", shortened(tmp_path / "remote"), [ocr], outage_s=20)
     lines = read_jsonl(undisturbed / "metrics.jsonl")
     assert sum(line.get("updates", 0) for line in lines) > 0, "nothing was learnt"
-    assert (disturbed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert weights_in(disturbed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+    assert_same_run(disturbed, undisturbed)
 
 
 @pytest.mark.slow
@@ -138,5 +137,4 @@ def test_a_server_that_stays_away_stops_the_run_by_name_and_it_can_be_resumed(
 
     start_server(tmp_path, BRIGHTNESS, port=server.port)
     resumed = run_task_here("rl_diffusion", config_of(tmp_path / "remote", reward, load_checkpoint_path="auto"))
-    assert (resumed / "metrics.jsonl").read_bytes() == (undisturbed / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(undisturbed / "hf_ckpt")
+    assert_same_run(resumed, undisturbed)

@@ -17,8 +17,9 @@ from tests.dist.test_rl_text_ranks import ROUNDING, config_with_maker
 from tests.dist.test_tasks import LAST_BITS, STEPS, assert_equal_runs
 from tests.many_ends import N, partial_config
 from tests.ray.test_ray_runs import APART, ONE_STEP_OFF, RAY
+from tests.resumed import assert_same_run
 from tests.role_runs import RoleRun
-from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, weights_in, write_config
+from tests.tiny import run_task_here, run_task_process, tiny_text_rl_config, write_config
 from tests.tiny_vision_rl import tiny_vision_rl_config
 
 pytestmark = pytest.mark.slow
@@ -41,8 +42,7 @@ def on_ray(tmp_path: Path, name: str, *overrides: dict[str, Any]) -> Path:
 def test_pools_of_their_own_give_the_results_of_one_process(more: dict[str, Any], tmp_path: Path) -> None:
     ray = on_ray(tmp_path, "ray", APART, more)
     one = run_task_here("rl_text", merge(tiny_text_rl_config(tmp_path), more))
-    assert (ray / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
-    assert weights_in(ray / "hf_ckpt") == weights_in(one / "hf_ckpt")
+    assert_same_run(ray, one)
 
 
 def test_prompts_with_images_give_the_results_of_one_process(tmp_path: Path) -> None:
@@ -50,8 +50,7 @@ def test_prompts_with_images_give_the_results_of_one_process(tmp_path: Path) -> 
     done = run_task_process("rl_text", write_config(config, tmp_path / "ray.yaml"), timeout_s=400)
     assert done.returncode == 0, done.output
     one = run_task_here("rl_text", tiny_vision_rl_config(tmp_path))
-    assert (done.output_dir / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
-    assert weights_in(done.output_dir / "hf_ckpt") == weights_in(one / "hf_ckpt")
+    assert_same_run(done.output_dir, one)
 
 
 def test_one_step_off_is_that_of_one_process(tmp_path: Path) -> None:
@@ -83,8 +82,7 @@ def partial_on_ray(tmp_path: Path, name: str, *overrides: dict[str, Any]) -> Pat
 def test_answers_go_on_in_a_pool_of_samplers_as_in_one_process(more: dict[str, Any], tmp_path: Path) -> None:
     ray = partial_on_ray(tmp_path, "ray", more)
     one = run_task_here("rl_text", merge(partial_config(tmp_path), more))
-    assert (ray / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
-    assert weights_in(ray / "hf_ckpt") == weights_in(one / "hf_ckpt")
+    assert_same_run(ray, one)
     lines = [line for line in read_jsonl(ray / "metrics.jsonl") if "staleness/max" in line]
     oldest = [line["staleness/max"] for line in lines]
     assert max(oldest) == 2 if more else 1 <= max(oldest) <= 2, oldest
@@ -139,8 +137,7 @@ def test_a_sampler_that_is_killed_loses_nothing_that_was_under_way(more: dict[st
         assert run.wait(400) == 0, run.output
         assert "role sampler: its processes are replaced (2 of 3)" in run.output
     one = run_task_here("rl_text", merge(config, {"train": {"output_dir": str(tmp_path / "one")}}))
-    assert (run.folder / "metrics.jsonl").read_bytes() == (one / "metrics.jsonl").read_bytes()
-    assert weights_in(run.folder / "hf_ckpt") == weights_in(one / "hf_ckpt")
+    assert_same_run(run.folder, one)
 
 
 def test_what_is_drawn_without_learning_is_that_of_one_process(tmp_path: Path) -> None:

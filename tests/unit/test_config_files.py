@@ -65,11 +65,11 @@ def key_paths(node, prefix=()):
         yield from key_paths(value, (*prefix, key))
 
 
-def typos(key):
-    """The key with two letters swapped, and with one too many."""
+def typo_of(key):
+    """The key with one letter too many, or where its length is odd with two letters swapped."""
     middle = len(key) // 2
     swapped = key[: middle - 1] + key[middle] + key[middle - 1] + key[middle + 1 :]
-    return [typo for typo in (f"{key}x", swapped) if typo != key]
+    return f"{key}x" if len(key) % 2 == 0 or swapped == key else swapped
 
 
 def renamed(content, path, name):
@@ -94,14 +94,14 @@ LEFT_TO_PACKAGES = {("data", "data_type", "parameters"), ("data", "data_type", "
 def mutations(path):
     content = read_yaml(path)
     places = [place for place in key_paths(content) if not (len(place) > 3 and place[:3] in LEFT_TO_PACKAGES)]
-    return [(content, place, typo) for place in places for typo in typos(place[-1])]
+    return [(content, place, typo_of(place[-1])) for place in places]
 
 
 def test_the_walk_reaches_every_depth():
     content = {"a": {"b": 1}, "c": [{"dd": 1}, 2]}
     assert list(key_paths(content)) == [("a",), ("a", "b"), ("c",), ("c", 0, "dd")]
     assert renamed(content, ("c", 0, "dd"), "ddx") == {"a": {"b": 1}, "c": [{"ddx": 1}, 2]}
-    assert typos("type") == ["typex", "tpye"]
+    assert [typo_of(key) for key in ("type", "model", "loo")] == ["typex", "mdoel", "olo"]
 
 
 @functools.cache
@@ -559,6 +559,15 @@ def test_real_sizes_fit_the_gpus_that_their_files_name(name):
     assert result.model.num_parameters / 1e9 == pytest.approx(billions, rel=0.01)
 
 
+@functools.cache
+def planned_30b():
+    described = {"model_path": None, "config_path": "configs/text/models/qwen3_30b_a3b.yaml", "tokenizer_path": "bytes"}
+    overrides = {"model": described, "rollout": {"engine": {"type": "embedded"}}}
+    _, config = load_for_task(ROOT / "configs/text_rl/qwen3_30b_a3b_gspo.yaml", overrides, None, None)
+    layout = Layout.resolve(config.train, 48)
+    return config, layout, build_planned_model(config, layout, True)
+
+
 @pytest.mark.parametrize(
     ("tensor_parallel_size", "dtype", "text", "fits"),
     [
@@ -568,11 +577,8 @@ def test_real_sizes_fit_the_gpus_that_their_files_name(name):
     ],
 )
 def test_what_an_engine_has_room_for_is_told(tensor_parallel_size, dtype, text, fits):
-    described = {"model_path": None, "config_path": "configs/text/models/qwen3_30b_a3b.yaml", "tokenizer_path": "bytes"}
-    overrides = {"model": described, "rollout": {"engine": {"type": "embedded"}}}
-    _, config = load_for_task(ROOT / "configs/text_rl/qwen3_30b_a3b_gspo.yaml", overrides, None, None)
+    config, layout, planned = planned_30b()
     engine = VllmSettings(tensor_parallel_size=tensor_parallel_size, dtype=dtype, max_model_len=18432)
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"engine": engine})})
-    layout = Layout.resolve(config.train, 48)
-    told, has_room = describe_engine(config, build_planned_model(config, layout, True), layout, 80 * 2**30)
+    told, has_room = describe_engine(config, planned, layout, 80 * 2**30)
     assert re.search(text, told) and "of 120 that are drawn by each engine" in told and has_room == fits

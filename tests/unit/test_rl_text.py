@@ -17,6 +17,7 @@ from sfumato.errors import ConfigError
 from sfumato.rollout.text.packing import gather_token_values
 from sfumato.runtime.update import Update
 from sfumato.tracking.json_lines import read_jsonl
+from tests.resumed import assert_same_run, resume_after_interrupt
 from tests.tiny import (
     ROOT,
     load_task,
@@ -130,29 +131,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task_here("rl_text", tiny_text_rl_config(tmp_path_factory.mktemp("whole")))
 
 
-def test_a_run_that_was_ended_goes_on_to_the_same_bits(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config, task = tiny_text_rl_config(tmp_path, train={"save_steps": 1}), load_task("rl_text")
-    update = task.update_policy
-
-    def interrupted(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
-        if step == 2:
-            raise KeyboardInterrupt
-        return update(actor, part, advantages, config, step)
-
-    monkeypatch.setattr(task, "update_policy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_task_here(task, config)
-    resumed = run_task_here("rl_text", merge(config, {"train": {"load_checkpoint_path": "auto"}}))
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    config = tiny_text_rl_config(tmp_path, train={"save_steps": 1})
+    assert_same_run(resume_after_interrupt("rl_text", config, 2), whole)
 
 
 def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path) -> None:
     apart = run_task_here("rl_text", tiny_text_rl_config(tmp_path, rollout={"hybrid_engine": False}))
-    assert (apart / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(apart, whole)
 
 
 @pytest.mark.slow

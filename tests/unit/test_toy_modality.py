@@ -19,6 +19,7 @@ from sfumato.config.load import load_config, merge
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.json_lines import read_jsonl
+from tests.resumed import assert_same_run, resume_after_interrupt
 from tests.tiny import ROOT, run_task_here, run_task_process, weights_in, write_config
 from tests.toy_modality import task
 from tests.toy_modality.integers import IntegerRLConfig
@@ -105,32 +106,15 @@ def test_its_reward_rises(whole: Path) -> None:
     assert len(samples[0]["text"].split()) == 6 and {sample["kind"] for sample in samples} == {"eval", "train"}
 
 
-def test_a_run_that_was_ended_goes_on_to_the_same_bits(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = toy_config(tmp_path, train={"save_steps": 5})
-    update = task.update_policy
-
-    def interrupted(actor: Any, part: Any, advantages: Any, config: Any, step: int) -> dict[str, float]:
-        if step == 7:
-            raise KeyboardInterrupt
-        return update(actor, part, advantages, config, step)
-
-    monkeypatch.setattr(task, "update_policy", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_task_here(task, config)
-    monkeypatch.undo()
-    resumed = run_task_here(task, merge(config, {"train": {"load_checkpoint_path": "auto"}}))
-    assert (resumed / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(resumed / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+def test_a_run_that_was_ended_goes_on_to_the_same_bits(whole: Path, tmp_path: Path) -> None:
+    assert_same_run(resume_after_interrupt(task, toy_config(tmp_path, train={"save_steps": 5}), 7), whole)
 
 
 @pytest.mark.parametrize("in_turns", [False, True])
 def test_a_sampler_of_its_own_draws_the_same(whole: Path, tmp_path: Path, in_turns: bool) -> None:
     runtime = {"offload_idle": in_turns}
     apart = run_task_here(task, toy_config(tmp_path, rollout={"hybrid_engine": False}, runtime=runtime))
-    assert (apart / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(apart / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(apart, whole)
 
 
 def test_the_memory_of_an_actor_that_samples_is_used_in_turns(
@@ -199,8 +183,7 @@ def test_it_runs_on_ray_where_roles_are_given_the_prompts(whole: Path, tmp_path:
     config = write_config(toy_config(tmp_path, **where), tmp_path / "toy.yaml")
     result = run_task_process(script, config, timeout_s=300)
     assert result.returncode == 0, result.output
-    assert (result.output_dir / "metrics.jsonl").read_bytes() == (whole / "metrics.jsonl").read_bytes()
-    assert weights_in(result.output_dir / "hf_ckpt") == weights_in(whole / "hf_ckpt")
+    assert_same_run(result.output_dir, whole)
 
 
 def test_a_sampler_has_the_weights_before_training_until_it_is_sent_others(tmp_path: Path) -> None:
