@@ -27,6 +27,7 @@ from sfumato.rollout.diffusion.trajectories import Trajectories, sampled_by_othe
 from tests.role_runs import SEPARATE
 from tests.rows import ROUNDING
 from tests.tiny import load_task, run_task_here, run_task_process, tiny_rl_config, write_config, write_tiny_pipeline
+from tests.tiny_families import tiny_flux_schnell
 
 pytestmark = pytest.mark.exact
 ALONE = Mesh(Layout(), torch.device("cpu"))
@@ -48,6 +49,17 @@ def config_with(tmp_path: Path, **changes: Any) -> TrajectoryRLConfig:
 
 def model_of(config: TrajectoryRLConfig) -> DiffusionModel:
     return build_policy(config, ALONE, print)
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.5])
+def test_guidance_of_a_model_that_is_distilled_to_do_without_is_told(tmp_path: Path, scale: float) -> None:
+    schnell = write_tiny_pipeline(tmp_path / "schnell", described=tiny_flux_schnell())
+    config = config_with(tmp_path, model={"model_path": str(schnell)}, rollout={"guidance_scale": scale})
+    said: list[str] = []
+    build_policy(config, ALONE, said.append)
+    assert [line for line in said if "distilled" in line] == (
+        ["rollout.guidance_scale is 4.5, and this FluxPipeline is distilled to be drawn without: 1"] * (scale > 1)
+    )
 
 
 def depend_on_the_batch(model: DiffusionModel, name: str, amount: float) -> None:
