@@ -52,13 +52,13 @@ def model_of(config: TrajectoryRLConfig) -> DiffusionModel:
 
 
 @pytest.mark.parametrize("scale", [1.0, 4.5])
-def test_guidance_of_a_model_that_is_distilled_to_do_without_is_told(tmp_path: Path, scale: float) -> None:
+def test_guidance_of_a_model_that_diffusers_draws_without_is_told(tmp_path: Path, scale: float) -> None:
     schnell = write_tiny_pipeline(tmp_path / "schnell", described=tiny_flux_schnell())
     config = config_with(tmp_path, model={"model_path": str(schnell)}, rollout={"guidance_scale": scale})
     said: list[str] = []
     build_policy(config, ALONE, said.append)
-    assert [line for line in said if "distilled" in line] == (
-        ["rollout.guidance_scale is 4.5, and this FluxPipeline is distilled to be drawn without: 1"] * (scale > 1)
+    assert [line for line in said if "guidance" in line] == (
+        ["rollout.guidance_scale is 4.5; diffusers draws this FluxPipeline without guidance: 1"] * (scale > 1)
     )
 
 

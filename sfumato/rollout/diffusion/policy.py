@@ -52,7 +52,7 @@ def build_policy(config: DiffusionRLConfig, mesh: Mesh, say: Callable[[str], Non
         model.set_second_guidance(config.rollout.guidance_scale_2)
     scale = config.rollout.guidance_scale
     if scale > 1 and model.default_guidance == 1:
-        say(f"rollout.guidance_scale is {scale:g}, and this {model.pipeline_class} is distilled to be drawn without: 1")
+        say(f"rollout.guidance_scale is {scale:g}; diffusers draws this {model.pipeline_class} without guidance: 1")
     model.denoiser.eval()
     return model
 
