@@ -246,7 +246,7 @@ MOST_LINES = {
     "train_dit_dpo": 25_750,
     "train_image_tokenizer": 27_250,
     "train_omni": 37_550,
-    "train_text": 27_850,
+    "train_text": 27_900,
     "train_text_dpo": 27_600,
     "train_text_kto": 27_800,
     "train_text_reward": 27_300,
