@@ -19,12 +19,10 @@ from sfumato.data.files.row_table import FiledRow
 from sfumato.data.files.sources import open_sources
 from sfumato.data.media.pictures import read_image
 from sfumato.data.synthetic.text import SyntheticRows
-from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_store import build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
-from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import check_multimodal
 from sfumato.models.language.packed_model import RowLayout
@@ -33,8 +31,8 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.stages import check_added_features
-from sfumato.parallel.weights import whole_weights
 from sfumato.rollout.engines.embedded.row_choice import _plain_tokens
+from tests.one_by_one import assert_as_transformers, build_reader, inputs_of, samples_of
 from tests.tiny import run_task_here, tiny_language_description, write_config
 from tests.tiny_vision import TOKENS, data_url, image_row, picture, tiny_vision_config, tiny_vision_description
 
@@ -45,31 +43,11 @@ APART = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl")
 
 
 def build(tmp_path, kind="qwen2_5_vl", **changes):
-    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind, **changes))
-    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    model, transform = build_reader(tiny_vision_config(tmp_path, kind, **changes))
     for weight in trainable_parameters(model.trained).values():
         if not weight.any():  # Gemma's projector begins at zero, which would hide its encoder
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
-
-
-def samples_of(transform, rows):
-    return [sample for index, row in enumerate(rows) for sample in transform(FiledRow(row), f"row {index}")]
-
-
-def inputs_of(model, row):
-    """What transformers' processor makes of a conversation by itself."""
-    processor, pictures, messages = model.vision.reader.processor, [], []
-    for message in row["messages"]:
-        parts = message["content"]
-        parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
-        pictures += [part["image"] for part in parts if part["type"] == "image"]
-        shown = [{key: part[key] for key in part if key != "image"} for part in parts]
-        messages.append({"role": message["role"], "content": shown})
-    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    opened = [read_image(base64.b64decode(url.partition(",")[2]), "a test") for url in pictures]
-    return processor(text=[text], images=[opened] if opened else None, return_tensors="pt")
+    return model, transform
 
 
 WAYS = [(kind, "packed") for kind in PACKED] + [(kind, "documents") for kind in APART]
@@ -82,37 +60,8 @@ QUICK = (("qwen3_vl", "packed"), ("gemma3", "documents"))
 )
 def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": max(512, TOKENS.get(kind, 0))})
-    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    data_rows = [image_row(index) for index in range(5)]
-    samples = samples_of(transform, data_rows)
-    batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
-    plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
-    set_attention(plain, "eager")
-
-    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    expected = 0.0
-    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
-    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
-        inputs = inputs_of(model, row)
-        document = sample.documents[0]
-        assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
-        logits = plain(**{name: inputs[name] for name in inputs if name != "num_patches"}, use_cache=False).logits[0]
-        labels, mask = inputs["input_ids"][0, 1:], torch.from_numpy(document.loss_mask[1:])
-        alone = logits[:-1].log_softmax(-1).gather(-1, labels[:, None])[:, 0] * mask
-        torch.testing.assert_close(log_probs[:-1], alone, rtol=1e-5, atol=1e-5)
-        expected -= alone.sum()
-    expected.backward()
-    assert total == pytest.approx(float(expected), rel=1e-6)
-    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-    ours = {
-        name: parameter.grad
-        for name, parameter in trainable_parameters(model.trained).items()
-        if parameter.grad is not None
-    }
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
-    assert any("vis" in name and bool(gradient.any()) for name, gradient in ours.items())
+    _, gradients = assert_as_transformers(model, transform, [image_row(index) for index in range(5)], rows)
+    assert any("vis" in name and bool(gradient.any()) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize(
@@ -125,7 +74,7 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
 def test_a_described_llava_has_the_tokens_that_its_encoder_makes(tmp_path, kind, changes):
     described = write_config(tiny_vision_description(kind) | changes, tmp_path / "changed.yaml")
     model, _ = build(tmp_path, kind, model={"config_path": str(described)})
-    inputs = inputs_of(model, image_row(1))
+    inputs = inputs_of(model.vision.reader.processor, model.tokenizer, image_row(1))
     assert "pixel_values" in inputs
     with torch.no_grad():  # transformers refuses another number
         model.plain(**{name: inputs[name] for name in inputs if name != "num_patches"})
