@@ -15,6 +15,7 @@ from PIL import Image
 from sfumato.cli import main
 from sfumato.config.__main__ import schema_of_script
 from sfumato.config.tasks import TASKS
+from sfumato.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 USAGE = "usage: sfumato launch TASK.py CONFIG.yaml [--section.field VALUE ...]"
@@ -233,6 +234,13 @@ def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, started, 
 def test_only_the_gpus_that_are_visible_count(echo, tmp_path, started, visible, ranks):
     path = program(tmp_path, "nvidia-smi", [f"GPU {i}: some GPU" for i in range(8)])
     assert started_ranks(started(echo, "c.yaml", PATH=path, CUDA_VISIBLE_DEVICES=visible)) == ranks
+
+
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(echo, started):
+    with pytest.raises(ConfigError, match=r"srun has started this 8 times.*NODE_RANK=\$SLURM_NODEID"):
+        started(echo, "c.yaml", SLURM_STEP_NUM_TASKS="8", SLURM_PROCID="1")
+    for environment in ({"NNODES": "1"}, {"WORLD_SIZE": "8", "RANK": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert started(echo, "c.yaml", NPROC_PER_NODE="1", **{"SLURM_STEP_NUM_TASKS": "8", **environment})
 
 
 def test_gpus_of_amd_count_too(echo, tmp_path, started):
