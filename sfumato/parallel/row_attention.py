@@ -67,7 +67,7 @@ class RowAttention:
             sinks: ``[H]``, a score of each head that takes weight from all others.
 
         Returns:
-            ``[B, S, H, Dv]``.
+            ``[B, S, H, Dv]``, contiguous as transformers' own functions return it: some models take a view of it.
         """
 
         def attend(query: Tensor, key: Tensor, value: Tensor, heads: slice) -> Tensor:
@@ -76,7 +76,7 @@ class RowAttention:
             result = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
             return result[0].transpose(1, 2)
 
-        return attention_of_rows(attend, *inputs, schedule).transpose(1, 2)
+        return attention_of_rows(attend, *inputs, schedule).transpose(1, 2).contiguous()
 
     def _window(self, size: int, position_ids: Tensor) -> object:
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:

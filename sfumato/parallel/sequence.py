@@ -106,9 +106,13 @@ class _LanguageSequence(SequenceState):
         self.module.register_forward_hook(self._finish)
 
     def _check_config(self, config: PreTrainedConfig) -> None:
-        if not hasattr(config, "num_attention_heads"):
+        # A configuration whose layers differ in heads has no number of heads of its own.
+        layers = config.per_layer_config if getattr(config, "is_heterogeneous", False) else [config]
+        heads = {getattr(layer, "num_attention_heads", None) for layer in layers} - {None}
+        if not heads:
             raise ConfigError(f"{self.name} has no attention, whose heads or keys ranks could share: {OFF}")
-        check_heads(self.name, config.num_attention_heads // self.mesh.layout.tp, self.groups.ulysses_size)
+        for num_heads in heads:
+            check_heads(self.name, cast("int", num_heads) // self.mesh.layout.tp, self.groups.ulysses_size)
         window = getattr(config, "sliding_window", None) is not None
         kinds = getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"]
         unsupported = sorted(set(kinds) - ({"full_attention"} if self.of_rows is None else {"full_attention", WINDOWS}))
@@ -202,7 +206,8 @@ def _language_attention(
     changes = {"softcap": softcap, "s_aux": s_aux, "sliding_window": sliding_window if pattern is None else pattern}
     active = [name for name, change in changes.items() if change is not None]
     if not active:
-        return sequence_attention(query, key, value, schedule, scale).transpose(1, 2)
+        # Contiguous, as transformers' own functions return it: some models take a view of it.
+        return sequence_attention(query, key, value, schedule, scale).transpose(1, 2).contiguous()
     if shared.of_rows is None or pattern != changes["sliding_window"]:
         raise ConfigError(f"{type(module).__name__} uses {', '.join(active)}, unknown to {SEQUENCE_PARALLELISM}: {OFF}")
     return shared.of_rows(module, (query, key, value), schedule, row_positions, scale, pattern, softcap, s_aux)

@@ -70,6 +70,7 @@ def _not_shared(layers: str) -> dict[str, str]:
 
 
 REFUSED: dict[str, dict[str, str]] = {
+    "afmoe": {"ring": NO_RING, "pp": "changes hidden states outside its embedding, layers, norm and head"},
     "mistral": {"ep": NO_EXPERTS, "ring": NO_RING},
     "gemma2": {"ep": NO_EXPERTS, "pp": TIED, "ring": NO_RING},
     "gemma3_text": {"ep": NO_EXPERTS, "pp": TIED, "ring": NO_RING},
@@ -98,6 +99,7 @@ REFUSED: dict[str, dict[str, str]] = {
 """Of each architecture, the meshes that it cannot be put on, with a part of the message; on all others it is equal."""
 
 QUICK = {
+    ("afmoe", "ulysses"),
     ("gemma2", "tp"),
     ("gpt_oss", "tp"),
     ("gpt_oss", "ep"),

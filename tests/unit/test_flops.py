@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
 
 from sfumato.config.sections import LoraConfig, ModelConfig
 from sfumato.errors import ConfigError
@@ -17,6 +18,7 @@ from sfumato.models.diffusion.flops import denoiser_flops
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.estimate.flops import FlopCount, causal_pairs
 from sfumato.models.lora import ADAPTER, add_lora, inject_adapter
+from tests.survey.tiny_configs import tiny_config
 from tests.tiny import write_tiny_pipeline
 
 LENGTH = 24
@@ -37,7 +39,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def build(kind: str, attention: str = "eager", **more: Any) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     torch.manual_seed(0)
     config = AutoConfig.for_model(kind, **KINDS[kind] | more)
@@ -85,6 +87,28 @@ def test_matrices_and_attention_are_those_that_torch_counts(kind: str, experts: 
     assert matrices + all_pairs(count, LENGTH) == counted(model, LENGTH, backward=False)
     assert 3 * (matrices + all_pairs(count, LENGTH)) == counted(model, LENGTH, backward=True)
     assert count.training([LENGTH]) == 3 * count.forward([LENGTH])
+
+
+@pytest.mark.parametrize("kind", ["falcon", "jetmoe", "laguna"])
+def test_other_attention_and_experts_are_those_that_torch_counts(kind: str) -> None:
+    """Attention without ``scaling``, experts without transformers' interface, layers with other numbers of heads."""
+    model = AutoModelForCausalLM.from_config(tiny_config(kind), attn_implementation="eager")
+    count = FlopCount(model)
+    matrices = count.forward([LENGTH]) - count._attention([LENGTH])
+    assert matrices + all_pairs(count, LENGTH) == counted(model, LENGTH, backward=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "operations"),
+    [
+        ("dots3_note_text", {None: 2 * 4 * (16 + 8), 8: 2 * 2 * (16 + 8)}),
+        ("mistral sliding", {8: 2 * 2 * 4 * (8 + 8)}),
+    ],
+)
+def test_heads_and_windows_that_the_configuration_alone_has(kind: str, operations: dict[int | None, int]) -> None:
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(kind))
+    assert FlopCount(model).attention == operations
 
 
 @pytest.mark.parametrize("tied", [False, True])

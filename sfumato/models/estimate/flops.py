@@ -283,9 +283,16 @@ def _matrix_weights(model: nn.Module, without: Iterable[nn.Module] = ()) -> tupl
     experts = {}  # by prefix of names: experts of a token, and experts of the layer
     for name, layer_experts in find_experts(model, "").items() if has_experts(model) else ():
         experts[f"{name.partition('.base_layer')[0]}."] = (
-            _experts_per_token(layer_experts),
+            _experts_per_token(layer_experts, layer_experts.config),
             layer_experts.down_proj.shape[0],
         )  # pyright: ignore[reportIndexIssue]
+    for name, module in model.named_modules():
+        # Of Llama 4 and JetMoE, whose stacked matrices do not follow transformers' interface.
+        num_experts = getattr(module, "num_experts", None)
+        stacked = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
+        if f"{name}." not in experts and stacked and all(len(weight) == num_experts for weight in stacked):
+            config = cast("PreTrainedModel", model).config.get_text_config()
+            experts[f"{name}."] = _experts_per_token(module, config), len(stacked[0])
     counts = {True: 0, False: 0}
     excluded_ids = {id(inner) for module in without for inner in module.modules()}
     for name, module in model.named_modules():
@@ -310,11 +317,11 @@ def _output_weights(model: nn.Module) -> _Output:
     return _Output(0, False) if weight is None else _Output(weight.numel(), weight.requires_grad)
 
 
-def _experts_per_token(experts: nn.Module) -> int:
+def _experts_per_token(experts: nn.Module, config: PreTrainedConfig) -> int:
     """Number of experts that a token is routed to. Raises ConfigError."""
     for name in TOP_K:
-        if getattr(experts.config, name, None):
-            return int(getattr(experts.config, name))
+        if getattr(config, name, None):
+            return int(getattr(config, name))
     raise ConfigError(
         f"cannot count the operations of {type(experts).__name__}: its configuration has none of {', '.join(TOP_K)}"
     )
@@ -327,12 +334,28 @@ def _attention_by_window(model: nn.Module, without: Iterable[nn.Module] = ()) ->
     for module in model.modules():
         if id(module) in excluded_ids:
             continue
-        if not (hasattr(module, "layer_idx") and hasattr(module, "config") and hasattr(module, "scaling")):
+        # Falcon's and GPT-J's attention has no ``scaling``; mixers of recurrent layers have neither.
+        is_attention = hasattr(module, "scaling") or hasattr(module, "is_causal")
+        if not (is_attention and hasattr(module, "layer_idx") and hasattr(module, "config")):
             continue
         config = cast("PreTrainedConfig", module.config)
-        head_width = getattr(module, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # The layers of some models have different numbers of heads, of which the configuration has one or none.
+        heads = getattr(module, "num_heads", None) or getattr(module, "num_attention_heads", None)
+        heads = cast("int", heads or config.num_attention_heads)
+        head_width = getattr(module, "head_dim", None) or config.hidden_size // heads
         query = getattr(module, "qk_head_dim", None) or head_width
         value = getattr(module, "v_head_dim", None) or query
-        window = getattr(module, "sliding_window", None)
-        flops_by_window[window] = flops_by_window.get(window, 0) + 2 * config.num_attention_heads * (query + value)
+        window = _layer_window(module, config)
+        flops_by_window[window] = flops_by_window.get(window, 0) + 2 * heads * (query + value)
     return flops_by_window
+
+
+def _layer_window(attention: nn.Module, config: PreTrainedConfig) -> int | None:
+    """The window of an attention layer; None without one. Some families (Mistral, Phi-3) read it off the configuration
+    when they make their masks, and their layers do not have it."""
+    if hasattr(attention, "sliding_window"):
+        return cast("int | None", attention.sliding_window)
+    kinds = getattr(config, "layer_types", None)
+    if kinds and kinds[cast("int", attention.layer_idx)] != "sliding_attention":
+        return None
+    return getattr(config, "sliding_window", None)
