@@ -64,6 +64,8 @@ def export_checkpoint(checkpoint: Path, out: Path, merge: bool = False) -> str:
     passed_over: list[str] = []
     run, folder = _find(checkpoint, passed_over)
     restore_folder(run / "hf_ckpt")
+    if _task_of(run) not in (*LANGUAGE_TASKS, *DIFFUSION_TASKS):
+        return _copy_of_run(run, folder, out)
     model = _build(run)
     averaged = load_trained(model.trained, StoredCheckpoint(folder), mesh := Mesh(Layout(), torch.device("cpu")))
     check_model_files(SourceRun(run), folder)
@@ -130,20 +132,36 @@ def _find(checkpoint: Path, passed_over: list[str]) -> tuple[Path, Path]:
     return checkpoint, newest[1]
 
 
+def _task_of(run: Path) -> str:
+    """The task of a run. Raises ConfigError for a folder that is none."""
+    try:
+        return read_json_object(run / "environment.json")["task"]
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
+
+
+def _copy_of_run(run: Path, checkpoint: Path, out: Path) -> str:
+    """Copies what a run wrote at its end, whose model is built with its data.
+
+    Raises:
+        ConfigError: when the run has not finished with this checkpoint.
+    """
+    environment = read_json_object(run / "environment.json")
+    is_last = checkpoint.name == f"global_step_{environment.get('total_steps')}"
+    if not (environment.get("finished") and is_last and is_export(run / "hf_ckpt")):
+        raise ConfigError(
+            f"{run}: {environment['task']} needs its data to export what it trained: run it again with "
+            "train.load_checkpoint_path auto, which finishes it and writes hf_ckpt"
+        )
+    return copy_export(run / "hf_ckpt", out)
+
+
 def _build(run: Path) -> Exportable:
     """The model of a run, in this process, with the weights that it started from.
 
     Modules of the tasks are imported in their branches: to export a language model needs no diffusers.
     """
-    try:
-        task = read_json_object(run / "environment.json")["task"]
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{run} is not a run folder: {run / 'environment.json'} does not name the task") from error
-    if task not in (*LANGUAGE_TASKS, *DIFFUSION_TASKS):
-        raise ConfigError(
-            f"{run}: {task} needs its data to export what it trained: run it again with train.load_checkpoint_path "
-            "auto, which finishes it and writes hf_ckpt"
-        )
+    task = _task_of(run)
     check_model_is_here(SourceRun(run))
     overrides: dict[str, object] = {"train": {"init_device": "cpu"}}
     overrides |= {"model": {"attention": "sdpa"}} if task in LANGUAGE_TASKS else {}

@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
         )
     processes = count_processes(arguments)
     ranks = processes.nodes * processes.of_node
+    _refuse_tasks_of_srun()
     if ranks > 1:
         _refuse_second_launcher(processes)
     command = [sys.executable, str(script), *arguments]
@@ -210,6 +211,22 @@ def count_visible(entries: str, total: int) -> int:
             break
         count += 1
     return count
+
+
+def _refuse_tasks_of_srun() -> None:
+    """Refuses to start in several tasks of srun that know nothing of each other: one would train, on its part of the
+    GPUs alone, and the others find its folder taken.
+
+    Raises:
+        ConfigError: when srun has started several, and the environment does not say what each is.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if tasks != "1" and not os.environ.get("NNODES") and not os.environ.get("WORLD_SIZE"):
+        raise ConfigError(
+            f"srun has started this {tasks} times, and each would be a run of its own: start it once on each node "
+            "(srun --ntasks-per-node=1) with NNODES, NODE_RANK=$SLURM_NODEID and MASTER_ADDR, as "
+            "cluster/slurm_sft.sbatch does, or with srun --ntasks=1 on one"
+        )
 
 
 def _refuse_second_launcher(processes: Processes) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from sfumato.checkpoint.parts import StoredCheckpoint
 from sfumato.checkpoint.state import load_trained
+from sfumato.config.base import flatten
 from sfumato.config.paths import find_model_folder
 from sfumato.data.files.named_files import content_of_named_files
 from sfumato.data.identity import content_of_model_file
@@ -23,11 +24,17 @@ if TYPE_CHECKING:
     from sfumato.evaluation.sources import ModelSource, SourceRun
 
 
+MODEL_FILES = ("model_path", "config_path", "tokenizer_path", "image_tokenizer")
+"""Fields of the section ``model`` and of its parts that name a folder or a file; a tokenizer may also be "bytes"."""
+
+
 def check_model_is_here(run: SourceRun) -> None:
-    """Raises ConfigError where the model that a run began with is not here, as after a copy from another machine."""
-    for name in ("model_path", "config_path"):
-        path = getattr(run.config.model, name, None)
-        if path is not None and not Path(find_model_folder(path)).exists():
+    """Raises ConfigError where the model that a run began with, or a part that it was put together of, is not here, as
+    after a copy from another machine."""
+    for name, path in flatten(run.config.model.model_dump(mode="json")).items():
+        if name.rpartition(".")[2] not in MODEL_FILES or not isinstance(path, str) or path == "bytes":
+            continue
+        if not Path(find_model_folder(path)).exists():
             start = "" if Path(path).is_absolute() else f" (the path starts at {Path.cwd()})"
             raise ConfigError(
                 f"model.{name} {path}, of which {run.folder} was trained, is not here{start}: write into "

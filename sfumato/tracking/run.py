@@ -331,6 +331,12 @@ class Run:
         if self._enabled:
             self._trackers.alert(alert)
 
+    def end_profile(self) -> None:
+        """Writes what was recorded of ``train.profile_steps``, where the run ends before the last of them."""
+        if self._profiler is not None:
+            with self._files.spare(self._profiler.folder):
+                self._profiler.close()
+
     def end_trackers(self, exit_code: int) -> None:
         """Tells trackers that the run has ended, if it was not closed, and waits until alerts are sent, or given up."""
         if self._enabled:
@@ -470,8 +476,7 @@ class Run:
         self.is_open = False
         try:
             if was_open:
-                if self._profiler is not None:
-                    self._profiler.close()
+                self.end_profile()
                 self._progress.close()
             if was_open and self._enabled:
                 for log in (self._metrics, self._times, self._timeline):

@@ -65,8 +65,10 @@ def after_requeue(config: ConfigT) -> ConfigT:
 
     A checkpoint that its command names, or ``new``, would throw away what the job has done already.
     """
+    if os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+        return config
     train: TrainConfig = config.train  # type: ignore[attr-defined]
-    if train.load_checkpoint_path in (None, "auto") or os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+    if train.load_checkpoint_path in (None, "auto"):
         return config
     if read_environment(Path(train.output_dir)).get("slurm_job") != os.environ.get("SLURM_JOB_ID"):
         return config  # the job was queued again before its run began
@@ -82,7 +84,11 @@ def after_requeue(config: ConfigT) -> ConfigT:
 def report_ending(ending: Ending) -> None:
     """Writes to the log and the report of a run that has begun why it ended, and brings the report up to date."""
     run = Run.newest
-    if run is None or not run._enabled:
+    if run is None:
+        return
+    if ending.code == PreemptedError.exit_code:  # after another end a device may not answer
+        run.end_profile()
+    if not run._enabled:
         return
     line = ending.text.splitlines()[-1 if ending.code == 1 else 0]  # of a stack trace the last says what it was
     try:

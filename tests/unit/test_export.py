@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ from safetensors.torch import load_file
 
 from sfumato.checkpoint.export import export_model
 from sfumato.commands.export_checkpoint import export_checkpoint
-from sfumato.config.load import merge
+from sfumato.config.load import load_config, merge
 from sfumato.config.sections import LoraConfig, ModelConfig
+from sfumato.config.tasks import schema_of
 from sfumato.errors import CheckpointError, ConfigError
+from sfumato.evaluation.model_files import check_model_is_here
 from sfumato.evaluation.sources import find_sources
 from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.optim.ema import Ema
@@ -144,6 +147,11 @@ def test_what_is_no_run_and_what_needs_its_data(finished, tmp_path):
     environment.write_text(json.dumps({"task": "train_autoencoder"}), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"train_autoencoder needs its data.*load_checkpoint_path auto"):
         export_checkpoint(run, tmp_path / "out")
+    newest = max(list_checkpoints(run / "checkpoints"))
+    ended = {"task": "train_autoencoder", "finished": "2026-11-28", "total_steps": newest}
+    environment.write_text(json.dumps(ended), encoding="utf-8")
+    assert "copy of" in export_checkpoint(run, tmp_path / "copy"), "what the run itself says at its end"
+    assert (tmp_path / "copy/model_index.json").is_file()
     environment.unlink()
     with pytest.raises(ConfigError, match=r"environment\.json does not name the task"):
         export_checkpoint(run, tmp_path / "out")
@@ -183,3 +191,10 @@ def test_whole_weights_are_not_copied_and_the_model_stays_as_it_was(finished, tm
     assert all(torch.equal(value, result[name]) for name, value in base.items()), (
         "the average is of adapters that are zero"
     )
+
+
+def test_a_part_of_a_model_that_is_not_here_is_named(tmp_path, monkeypatch):
+    config = load_config(schema_of("train_omni"), "configs/tiny/train_omni.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.foundation\.config_path .* is not here \(the path starts at"):
+        check_model_is_here(types.SimpleNamespace(config=config, folder=tmp_path))

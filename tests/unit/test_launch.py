@@ -75,6 +75,7 @@ def started(monkeypatch):
     """Calls ``sfumato launch`` in this process and returns the command that it becomes, without Python itself."""
     for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("SLURM_STEP_NUM_TASKS", raising=False)
     for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # else launch adds it for the task
@@ -232,6 +233,14 @@ def test_without_a_number_there_is_one_process_per_gpu(echo, tmp_path, started, 
 def test_only_the_gpus_that_are_visible_count(echo, tmp_path, started, visible, ranks):
     path = program(tmp_path, "nvidia-smi", [f"GPU {i}: some GPU" for i in range(8)])
     assert started_ranks(started(echo, "c.yaml", PATH=path, CUDA_VISIBLE_DEVICES=visible)) == ranks
+
+
+def test_tasks_of_srun_that_know_nothing_of_each_other_are_refused(echo, started, capsys):
+    assert started(echo, "c.yaml", SLURM_STEP_NUM_TASKS="8", NPROC_PER_NODE="1") == []
+    said = capsys.readouterr().err
+    assert "srun has started this 8 times" in said and "NODE_RANK=$SLURM_NODEID" in said
+    for environment in ({"NNODES": "1"}, {"WORLD_SIZE": "8", "RANK": "1"}, {"SLURM_STEP_NUM_TASKS": "1"}):
+        assert started(echo, "c.yaml", NPROC_PER_NODE="1", **{"SLURM_STEP_NUM_TASKS": "8", **environment})
 
 
 def test_gpus_of_amd_count_too(echo, tmp_path, started):

@@ -15,12 +15,14 @@ import torch
 
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, PreemptedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.tracking.exit import ending_of
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.meters import PEAK_TFLOPS, Meter, find_peaks, memory_in_use, peak_flops
 from sfumato.tracking.run import Run, start_run
+from sfumato.tracking.task import report_ending
 from sfumato.tracking.timeline import Phase
 from tests.tiny import tiny_dit_config
 
@@ -207,7 +209,10 @@ def test_exactly_the_wanted_steps_are_profiled(
     for step in range(from_step + 1, last + 1):
         torch.ones(step, 3) @ torch.ones(3, 2)
         run.log(step, {"loss": 1.0}, show={})
-    run.close()
+    if last < wanted[1]:  # as ``run_task`` ends a run that is asked to stop, which closed no profile
+        report_ending(ending_of(PreemptedError(f"stopped by signal after step {last}")))
+    else:
+        run.close()
     traces = tmp_path / "run" / "traces"
     if not found:
         assert not traces.exists()
