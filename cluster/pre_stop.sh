@@ -11,7 +11,8 @@ if [ -z "${KUBERNETES_SERVICE_HOST:-}" ]; then
   exit 2
 fi
 
-drivers() { pgrep -f '^[^ ]*python[0-9.]* tasks/' || true; }
+# A task of any folder, as the launcher starts it: its script, and then its configuration.
+drivers() { pgrep -f '^[^ ]*python[0-9.]* [^ -][^ ]*\.py [^ ]*\.ya?ml( |$)' || true; }
 
 # Ray's own helpers go by the same prefix, and a raylet ends with them.
 roles() { pgrep -af '^ray::' | grep -vE '^[0-9]+ ray::(IDLE|DashboardAgent|RuntimeEnvAgent|JobSupervisor)' | cut -d ' ' -f 1 || true; }

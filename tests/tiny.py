@@ -12,13 +12,17 @@ One CPU thread is used throughout, so that runs in this process and in others ag
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import typing
 from collections.abc import Mapping
@@ -47,6 +51,8 @@ from tests.forked import ForkedScript
 
 ROOT = Path(__file__).resolve().parent.parent
 """The repository."""
+TEMPORARY = tempfile.gettempdir()
+"""Where temporary files lie, whatever a test says later."""
 
 DEVICE = os.environ.get("SFUMATO_TEST_DEVICE", "cpu")
 MESH_DEVICE = torch.device(DEVICE, 0) if DEVICE == "cuda" else torch.device(DEVICE)
@@ -92,15 +98,33 @@ def write_tiny_pipeline(folder: Path, seed: int = 0, described: dict[str, Any] |
     """
     if not (folder / "model_index.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
-        description = folder.with_name(f"{folder.name}.yaml")
-        description.write_text(yaml.safe_dump(described or tiny_pipeline_description()), encoding="utf-8")
-        model = build_diffusion_model(ModelConfig(config_path=str(description), max_sequence_length=tokens), seed=seed)
-        generator = torch.Generator().manual_seed(seed)
-        for parameter in model.denoiser.parameters():
-            if not parameter.any():
-                torch.nn.init.normal_(parameter, std=0.05, generator=generator)
-        model.save_pipeline(folder)
+        description = yaml.safe_dump(described or tiny_pipeline_description())
+        folder.with_name(f"{folder.name}.yaml").write_text(description, encoding="utf-8")
+        made = _made_pipeline(description, seed, tokens)
+        shutil.copytree(made, folder, copy_function=shutil.copy, dirs_exist_ok=True)
     return folder
+
+
+@functools.cache
+def _made_pipeline(description: str, seed: int, tokens: int) -> Path:
+    """A folder with the pipeline, which a process makes once, since that takes twenty times as long as copying it."""
+    made = Path(tempfile.mkdtemp(prefix="sfumato_tiny_", dir=TEMPORARY))
+    atexit.register(_remove, made, os.getpid())
+    path = made / "description.yaml"
+    path.write_text(description, encoding="utf-8")
+    model = build_diffusion_model(ModelConfig(config_path=str(path), max_sequence_length=tokens), seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.denoiser.parameters():
+        if not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.05, generator=generator)
+    model.save_pipeline(made / "pipeline")
+    return made / "pipeline"
+
+
+def _remove(folder: Path, maker: int) -> None:
+    """Of a process that was forked the folder is not."""
+    if os.getpid() == maker:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def tiny_dit_config(tmp_path: Path, **overrides: Any) -> dict[str, Any]:

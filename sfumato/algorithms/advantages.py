@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 ROUNDING = 1e-12
-"""Rewards of a group that differ by no more than this part of the largest are equal."""
+"""Rewards of a group that differ by no more than this part of the largest, or of 1, are equal."""
 LARGEST = 1e100
 """Largest magnitude of a reward: squared deviations of larger ones would be infinite, and their advantages 0."""
 
@@ -313,16 +313,19 @@ def groups_of(group_ids: Tensor, without: Tensor) -> Iterator[Tensor]:
         yield torch.nonzero((group_ids == group) & ~without).flatten()
 
 
-def _has_spread(values: Tensor) -> bool:
-    """Whether rewards differ by more than rounding: 0.1 + 0.2 and 0.3 teach nothing."""
-    return bool(values.max() - values.min() > ROUNDING * values.abs().max())
+def has_spread(values: Tensor) -> bool:
+    """Whether a group's rewards ``[N]``, at least one, differ by more than rounding: 0.1 + 0.2 and 0.3 teach nothing.
+
+    Below 1 rounding is not that of the values: 0.1 + 0.2 - 0.3 is a sum of larger ones.
+    """
+    return bool(values.max() - values.min() > ROUNDING * values.abs().max().clamp(min=1))
 
 
 def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """bool ``[N]``: whether all scored rewards of the sample's group are equal, or none is scored."""
     lacks_spread = torch.ones(len(rewards), dtype=torch.bool)
     for members in groups_of(group_ids, ~torch.isfinite(rewards)):
-        if _has_spread(rewards[members]):
+        if has_spread(rewards[members]):
             lacks_spread[group_ids == group_ids[members[0]]] = False
     return lacks_spread
 
@@ -330,7 +333,7 @@ def _lacks_spread(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def _group_stds(rewards: Tensor, group_ids: Tensor, failed: Tensor) -> list[float]:
     """Standard deviation of each group's scored rewards; 0 for groups with equal rewards or none."""
     groups = [rewards[members] for members in groups_of(group_ids, failed)]
-    stds = [float(group.std(correction=0)) if _has_spread(group) else 0.0 for group in groups]
+    stds = [float(group.std(correction=0)) if has_spread(group) else 0.0 for group in groups]
     return stds + [0.0] * (len(torch.unique(group_ids)) - len(stds))
 
 

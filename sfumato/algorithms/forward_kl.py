@@ -35,6 +35,8 @@ class VelocityMSE:
     def __post_init__(self) -> None:
         if self.floor is not None and not 0 <= self.floor <= self.coef:
             raise ValueError(f"floor must be from 0 to coef {self.coef}, not {self.floor}")
+        if self.reference_guidance_scale is not None and not self.reference_guidance_scale >= 1:
+            raise ValueError("reference_guidance_scale must be at least 1, which is no guidance")
 
     def penalty(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> Float[Tensor, "rows"]:
         """float32 ``[R]`` for a batch with the reference's velocities and advantages ``[R]``."""

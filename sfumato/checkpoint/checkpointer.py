@@ -14,7 +14,13 @@ from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError
 from sfumato.parallel.finite import listed, not_finite, together
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.tracking.atomic_folders import list_checkpoints, newest_intact, restore_folder, verify_checkpoint
+from sfumato.tracking.atomic_folders import (
+    list_checkpoints,
+    newest_intact,
+    read_run_id,
+    restore_folder,
+    verify_checkpoint,
+)
 from sfumato.tracking.control import agree_to_stop
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.identity import own_checkpoints
@@ -73,10 +79,10 @@ class Checkpointer:
                     "run, name it as train.load_checkpoint_path with another train.output_dir"
                 )
             newest = newest_intact(checkpoints, self.run.say, self._verify)
-            if newest is None:
+            folder = self._fork_origin() if newest is None else newest[1]
+            if folder is None:
                 self.run.say(f"no checkpoint in {self.root}: starting from the first step")
                 return
-            folder = newest[1]
         else:
             folder = Path(self.mesh.first(requested, among="world"))
             if self.mesh.any(str(folder) != requested):
@@ -100,6 +106,24 @@ class Checkpointer:
         later = [path.name for step, path in checkpoints.items() if requested == "auto" and step > state.step]
         if later:
             self.run.say(f"of later steps, and removed by the next save: {', '.join(later)}")
+
+    def _fork_origin(self) -> Path | None:
+        """The checkpoint of another run that this one began from, where it has not saved any; else None.
+
+        Raises:
+            CheckpointError: on every rank, when it is there no longer.
+        """
+        origin = self.mesh.first(read_environment(self.root.parent).get("forked_from"), among="world")
+        if origin is None:
+            return None
+        folder = Path(origin["checkpoint"])
+        if self.mesh.any(not folder.is_dir() or read_run_id(folder) != origin["run_id"]):
+            raise CheckpointError(
+                f"{self.root.parent} has saved nothing, and began from {folder}, which is not there any more: name "
+                "where it is, or another checkpoint, as train.load_checkpoint_path"
+            )
+        self._verify(folder)
+        return folder
 
     def after_step(self, state: TrainState, due: bool = False, unwritten: str = "") -> None:
         """Saves when a save is due, at the end, or when the run was asked to stop.

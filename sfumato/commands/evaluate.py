@@ -89,10 +89,15 @@ def run(options: argparse.Namespace) -> int:
         )
     if options.tasks is not None and (options.reward or options.reference is not None):
         raise ConfigError("--tasks brings prompts and metrics of its own: leave --reward and --reference out")
-    if options.tasks is not None and (options.prompt or options.prompts or options.samples > 1 or options.by):
-        raise ConfigError("--tasks brings documents of its own: leave --prompt, --prompts, --samples and --by out")
-    if options.tasks is None and (options.task_folder or options.num_fewshot or options.limit):
-        raise ConfigError("--task-folder, --num-fewshot and --limit are for --tasks")
+    asks = options.prompt or options.prompts or options.num_prompts or options.samples > 1 or options.by
+    if options.tasks is not None and asks:
+        raise ConfigError(
+            "--tasks brings documents of its own: leave --prompt, --prompts, --num-prompts (of tasks --limit), "
+            "--samples and --by out"
+        )
+    of_tasks = options.task_folder or options.num_fewshot or options.limit or options.apply_chat_template
+    if options.tasks is None and of_tasks:
+        raise ConfigError("--task-folder, --num-fewshot, --limit and --apply-chat-template are for --tasks")
     with code_of_configurations(options.trust_code):
         if options.reference is not None and any(is_picture_folder(Path(name)) for name in options.models):
             if options.reward:

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 NEEDED = ("yaml", "pydantic", "torch", "transformers", "diffusers")
 """Packages without which no task starts; the first two read the configuration."""
 
-ON_RAY = re.compile(r'^[^#\n]*\bbackend: *"?ray\b', re.MULTILINE)
+AMD_VARIABLES = ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"]
+"""Variables that choose GPUs of AMD: the first two choose among those that the last, which Slurm sets, leaves."""
 
 HINT = "sfumato launch TASK.py CONFIG.yaml [--section.field VALUE ...]"
 
@@ -70,13 +71,13 @@ def run(options: argparse.Namespace) -> int:
         return _describe()
     script = find_script(options.command[0])
     arguments = _with_shipped_config(options.command[1:])
-    processes = count_processes(arguments)
     lacking = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if lacking:
         raise ConfigError(
             f"{sys.executable} has no {', '.join(lacking)}: install sfumato there with {sys.executable} -m pip install "
             f"{_installable()}, or set PYTHON to the Python that has it"
         )
+    processes = count_processes(arguments)
     ranks = processes.nodes * processes.of_node
     if ranks > 1:
         _refuse_second_launcher(processes)
@@ -167,19 +168,24 @@ def _positive(name: str) -> int | None:
 
 
 def is_on_ray(arguments: list[str]) -> bool:
-    """Whether overrides or the configuration put the roles on Ray."""
-    if "--runtime.backend=ray" in arguments or " --runtime.backend ray " in f" {' '.join(arguments)} ":
-        return True
-    if not arguments or not Path(arguments[0]).is_file():
+    """Whether the configuration under its overrides puts the roles on Ray; False where it cannot be read, which is said
+    when it is validated."""
+    from sfumato.config.load import merge, parse_overrides
+    from sfumato.config.yaml_text import read_yaml
+
+    try:
+        fields = merge(read_yaml(arguments[0]), parse_overrides(arguments[1:])) if arguments else {}
+    except ConfigError:
         return False
-    return ON_RAY.search(Path(arguments[0]).read_text(encoding="utf-8", errors="replace")) is not None
+    runtime = fields.get("runtime")
+    return isinstance(runtime, dict) and runtime.get("backend") == "ray"
 
 
 def count_devices() -> tuple[str, int]:
     """The driver's program that lists GPUs, and how many of them are visible; no torch is imported."""
     for program, arguments, prefix, variables in (
         ("nvidia-smi", ["--list-gpus"], "GPU", ["CUDA_VISIBLE_DEVICES"]),
-        ("rocm-smi", ["--showid", "--csv"], "card", ["HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"]),
+        ("rocm-smi", ["--showid", "--csv"], "card", AMD_VARIABLES),
     ):
         path = shutil.which(program)
         if path is None:

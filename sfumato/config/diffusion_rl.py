@@ -10,7 +10,7 @@ from sfumato.config.base import Variant, find_variants, refuse_needless
 from sfumato.config.presets import RecipeAlgorithmConfig, RecipeRLConfig
 from sfumato.config.recipes import FORWARD_RECIPES, TRAJECTORY_RECIPES
 from sfumato.config.rl import EvalConfig, RolloutConfig
-from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, ModelConfig, check_size, sound_size
+from sfumato.config.sections import MAX_SECONDS, MAX_SIDE, GuidanceScale, ModelConfig, check_size, sound_size
 from sfumato.errors import ConfigError
 
 TRAJECTORIES = "sfumato.algorithms.objectives"
@@ -33,9 +33,9 @@ class DiffusionRolloutConfig(RolloutConfig):
     """Length of a sound, of a family that makes sound; null makes images or videos."""
     num_inference_steps: int = Field(10, ge=2, le=1000)
     """Denoising steps during training."""
-    guidance_scale: float = Field(4.5, ge=0)
+    guidance_scale: GuidanceScale = 4.5
     """Classifier-free guidance in rollout and replay; 1 is none and halves the cost."""
-    guidance_scale_2: float | None = Field(None, ge=0)
+    guidance_scale_2: GuidanceScale | None = None
     """Guidance of the second of two transformers (Wan 2.2, low noise levels), evaluation included; null is the same."""
 
     @property
@@ -148,7 +148,7 @@ class DiffusionEvalConfig(EvalConfig):
 
     num_inference_steps: int = Field(40, ge=1, le=1000)
     """Denoising steps of the evaluation."""
-    guidance_scale: float | None = Field(None, ge=0)
+    guidance_scale: GuidanceScale | None = None
     """Guidance of the evaluation; null takes the rollout's."""
     step_cache: float = Field(0.0, ge=0)
     """Threshold of MagCache (arXiv 2506.09045), which leaves out denoising steps that change little, here and not in

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section, refuse_needless
 from sfumato.config.image_data import MASK, SOURCES, ImageTextDataConfig, PairDataConfig
 from sfumato.config.parallel import world_size
-from sfumato.config.sections import CHANGED_WEIGHTS, EpochTrainConfig, ModelConfig
+from sfumato.config.sections import CHANGED_WEIGHTS, EpochTrainConfig, GuidanceScale, ModelConfig
 
 
 class FlowConfig(Section):
@@ -53,7 +53,7 @@ class SampleConfig(Section):
     """Steps between grids; 0 draws only the last one."""
     num_inference_steps: int = Field(28, ge=1)
     """Denoising steps."""
-    guidance_scale: float = Field(4.5, ge=0)
+    guidance_scale: GuidanceScale = 4.5
     """Classifier-free guidance; 1 is none."""
 
     @model_validator(mode="after")

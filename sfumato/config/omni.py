@@ -10,7 +10,7 @@ from sfumato.config.base import Section, Variant, refuse_needless
 from sfumato.config.dit import DitTrainConfig, check_trained_whole
 from sfumato.config.image_data import SOURCES, ImageTextDataConfig
 from sfumato.config.paths import FilePath, ModelPath
-from sfumato.config.sections import Expression
+from sfumato.config.sections import Expression, GuidanceScale
 from sfumato.config.text import check_text
 from sfumato.config.text_data import TextDataConfig, TextEvalConfig, TextTrainConfig
 
@@ -111,7 +111,7 @@ class DrawConfig(Section):
 
     prompt_dropout: float = Field(0.1, ge=0, lt=1)
     """Share of the conversations that draw whose text is hidden, for classifier-free guidance."""
-    guidance_scale: float = Field(1.0, ge=0)
+    guidance_scale: GuidanceScale = 1.0
     """Classifier-free guidance of the evaluation, on logits; 1 is none."""
     temperature: float = Field(1.0, ge=0)
     """Of the codes that the evaluation draws; 0 takes the likeliest."""

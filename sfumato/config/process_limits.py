@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 
 
 def lower_limit(kind: int, most: int) -> None:
@@ -12,6 +13,8 @@ def lower_limit(kind: int, most: int) -> None:
         kind: of ``resource.RLIMIT_*``.
         most: bytes, seconds or a number, as the kind has it.
     """
+    if kind == resource.RLIMIT_AS and sys.platform == "darwin":
+        return  # macOS has no limit of memory, and raises ValueError
     _, hard = resource.getrlimit(kind)  # only root may raise it
     value = most if hard == resource.RLIM_INFINITY else min(most, hard)
     resource.setrlimit(kind, (value, value))

@@ -31,6 +31,10 @@ CHANGED_WEIGHTS = (
 """Why adapters that change the frozen weights are refused where a run compares with the model without adapters."""
 
 
+LONGEST_PROMPT = 1024
+"""Most tokens of the embedding of a prompt."""
+
+
 class LoraConfig(Section):
     """Low-rank adapters (peft) instead of full fine-tuning."""
 
@@ -89,9 +93,9 @@ class ModelConfig(Section):
     """Train low-rank adapters; null trains all weights of the denoiser."""
     dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision of what is frozen: text encoders, autoencoder, and with LoRA the denoiser's base weights."""
-    max_sequence_length: int = Field(256, ge=0, le=1024)
-    """Tokens of the prompt embedding (T5, UMT5 or Qwen), as in the diffusers pipeline; 0 leaves T5 out of Stable
-    Diffusion 3."""
+    max_sequence_length: int | None = Field(None, ge=0, le=LONGEST_PROMPT)
+    """Tokens of the prompt embedding (T5, UMT5 or Qwen); null takes as many as the diffusers pipeline does, since some
+    networks read the padding, too; 0 leaves T5 out of Stable Diffusion 3."""
     keep_encoders: bool = True
     """false: embed every prompt of the data before training, keep the embeddings, and free the text encoders."""
     offload_idle: bool = False
@@ -114,6 +118,20 @@ class ModelConfig(Section):
                 "would lack them: leave it out, or save the pipeline once and give its folder as model.model_path"
             )
         return self
+
+
+def check_guidance_scale(scale: float) -> float:
+    """A guidance scale of at least 1. Raises ValueError for a smaller one.
+
+    diffusers takes up to 1 for none; as a factor, 0 is the branch of the empty prompt alone.
+    """
+    if not scale >= 1:
+        raise ValueError(f"{scale:g} would draw with less of the prompt, 0 without it; 1 is no guidance: set 1")
+    return scale
+
+
+GuidanceScale = Annotated[float, AfterValidator(check_guidance_scale)]
+"""Classifier-free guidance, or the input of a model that embeds it."""
 
 
 def _check_expression(match: str) -> str:

@@ -173,9 +173,13 @@ def evaluate_tasks(
         with_chat_template: show documents as messages of a chat.
 
     Raises:
-        ConfigError: when there is no such task, its data is not here, or a model draws pictures.
+        ConfigError: when there is no such task, its data is not here, a model draws pictures, or an option would have
+            no effect.
         MissingDependencyError: when the harness is not installed.
     """
+    options.refuse(("max_new_tokens", "temperature", "top_p", "top_k"), "on --tasks, which say how answers are drawn")
+    if not with_chat_template:
+        options.refuse(("system_prompt",), "on --tasks without --apply-chat-template")
     if any(source.is_diffusion for source in sources):
         raise ConfigError("--tasks is for language models, and one of these draws pictures")
     from sfumato.evaluation.harness import run_tasks

@@ -45,7 +45,7 @@ def run_tasks(
         task_folder: with YAML files of further tasks.
         num_fewshot: examples before each question; None: as each task says.
         limit: documents of each task.
-        with_chat_template: show documents as messages of a chat.
+        with_chat_template: show documents as messages of a chat, behind the template's system prompt.
 
     Raises:
         ConfigError: when there is no such task, or its data is not here.
@@ -87,6 +87,7 @@ def run_tasks(
         num_fewshot=num_fewshot,
         limit=limit,
         apply_chat_template=with_chat_template,
+        system_instruction=model.template.system_prompt if with_chat_template else None,
         task_manager=manager,
         bootstrap_iters=0,
     )

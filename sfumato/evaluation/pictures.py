@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +12,7 @@ import torch
 
 from sfumato.config.diffusion_rl import DiffusionRLConfig
 from sfumato.config.rl import PromptDataConfig
-from sfumato.config.sections import MOST_SOURCE_IMAGES, SOUND, ModelConfig, sound_size
+from sfumato.config.sections import MOST_SOURCE_IMAGES, SOUND, ModelConfig, check_guidance_scale, sound_size
 from sfumato.data.images.image_text import open_image_pairs
 from sfumato.data.images.prompts import Prompt, load_prompts
 from sfumato.data.images.source_images import check_source_images, group_by_sources, read_source_images
@@ -33,6 +32,8 @@ from sfumato.rollout.diffusion.step_cache import StepCache
 from sfumato.rollout.diffusion.trajectory_sampler import sample_of
 
 DEFAULT_SEED = 42
+OTHER_GUIDANCE = 4.5
+"""Guidance scale where the pipeline states none."""
 WRITTEN_AT_ONCE = 16
 """Pictures that are in memory before they are written, unless a micro-batch has more."""
 
@@ -50,6 +51,12 @@ class PictureSettings:
     micro_batch_size: int
     guidance_scale_2: float | None = None
     step_cache: float = 0.0
+
+    def __post_init__(self) -> None:
+        try:
+            check_guidance_scale(self.guidance_scale)
+        except ValueError as error:
+            raise ConfigError(f"--guidance-scale: {error}") from error
 
     @property
     def size(self) -> tuple[int, int, int]:
@@ -233,27 +240,28 @@ def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions)
 
 def default_settings(model: DiffusionModel, options: GenerationOptions) -> PictureSettings:
     """Those of the pipeline's own call in diffusers, with what the options replace."""
-    call = inspect.signature(type(model.pipeline).__call__).parameters
 
     def default(name: str, otherwise: Any) -> Any:
-        value = call[name].default if name in call else None
-        return otherwise if value is None or value is inspect.Parameter.empty else value
+        value = model.call_default(name)
+        return otherwise if value is None else value
 
-    scale = getattr(model.pipeline, "vae_scale_factor", 8)
     if model.makes_sound:
         size = sound_size(float(default("duration", default("audio_duration", 10.0))))
         steps = default("num_inference_steps", 50)
-        return _replaced(PictureSettings(*size, steps, float(default("guidance_scale", 1.0)), DEFAULT_SEED, 1), options)
-    side = getattr(model.pipeline, "default_sample_size", None)
-    side = side * scale if isinstance(side, int) else 512
+        return _replaced(PictureSettings(*size, steps, model.default_guidance or 1.0, DEFAULT_SEED, 1), options)
+    scale = getattr(model.pipeline, "vae_scale_factor", 8)
+    denoiser = getattr(model.denoiser, "config", {})  # which has the sizes of Stable Diffusion and CogVideoX
+    side = getattr(model.pipeline, "default_sample_size", denoiser.get("sample_size"))
+    side = side if isinstance(side, int) else 512 // scale
+    # LTX-2's pipeline takes 121 frames where it is not told
+    frames = 121 if model.makes_video_with_sound else denoiser.get("sample_frames", 1)
     return _replaced(
         PictureSettings(
-            default("height", side),
-            default("width", side),
-            # LTX-2's pipeline takes so many where it is not told
-            default("num_frames", 121 if model.makes_video_with_sound else 1),
+            default("height", denoiser.get("sample_height", side) * scale),
+            default("width", denoiser.get("sample_width", side) * scale),
+            default("num_frames", frames),
             default("num_inference_steps", 28),
-            float(default("guidance_scale", 4.5)),
+            model.default_guidance or OTHER_GUIDANCE,
             DEFAULT_SEED,
             1,
         ),
@@ -375,7 +383,7 @@ def _load(source: ModelSource, architecture: Path, options: GenerationOptions, d
             section = ModelConfig(
                 model_path=str(architecture),
                 dtype=options.dtype_on(device),
-                max_sequence_length=options.max_sequence_length or 256,
+                max_sequence_length=options.max_sequence_length,
             )
             can_edit = options.from_images and family_of(section).image_family is not None
             section = section.model_copy(update={"from_images": can_edit})

@@ -54,7 +54,7 @@ class Question:
             ("max_new_tokens", self.max_new_tokens, MOST_TOKENS),
             ("temperature", self.temperature, MOST_TEMPERATURE),
         ):
-            least = 1 if name in ("steps", "max_new_tokens") else 0
+            least = 0 if name in ("seed", "temperature") else 1
             if value is not None and not least <= value <= most:
                 raise ConfigError(f"{name} must be from {least} to {most:g}, not {value}")
         if not self.text.strip() or len(self.text) > LONGEST_PROMPT:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Mapping
@@ -22,6 +23,9 @@ _QUOTES = {('"', '"'), ("'", "'"), ("\u201c", "\u201d"), ("\u2018", "\u2019"), (
 _RAISED_DIGITS = re.compile("(?<=[0-9])[\u2070\u00b9\u00b2\u00b3\u2074-\u2079]+")
 _LOWERED_DIGITS = re.compile("(?<=[0-9])[\u2080-\u2089]+")
 _CHOICE = re.compile(r"[(\[{]?([A-Za-z])(?:[)\]}.:,;]|\s*$|\s+\(|\s+[-\u2013\u2014]\s)")
+_ANOTHER_CHOICE = re.compile(
+    r"[)\]}\s]*(?:[,;/&]|\b(?:and|or)\b)\s*(?:(?:and|or)\s+)?[(\[{]?[A-Za-z](?:[)\]}.,;/&]|\s*$|\s+(?:and|or)\b)"
+)
 _CHOICE_BEGINS = re.compile(r"\A(?:\\\(|\\(?:boxed|text|textbf|mathrm|mathbf)\s*\{|[*_`\s$])+")
 _LAST_SPACES = re.compile(r"(?:(?<!\\)\\[ ,;:!]|[~\s])+$")
 _COMMAND = re.compile(r"\\(?:(?:text|textbf|mathrm|mathbf|boxed)\{([^{}]*)\}|\((.*)\\\)|\[(.*)\\\])")
@@ -38,7 +42,8 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
             the last ``\boxed{}``; ``tags``: in the last ``<answer></answer>``; ``last_number``:
             the last decimal number, with its commas, sign and exponent.
         marker: as it is written; asterisks, underscores and backticks around what follows it are removed, and may stand
-            before the colon that ends it, as in ``**Answer**: B``. Behind a colon the answer may be in another line.
+            before the colon that ends it, as in ``**Answer**: B``. Behind a colon the answer may be in another line. Of
+            a marker that ends with one the case does not count.
 
     Returns:
         That part without spaces around it; None when there is none, or when it is empty.
@@ -60,11 +65,12 @@ def extract_answer(text: str, how: Extraction, marker: str) -> str | None:
 def _after_last(marker: str, text: str) -> str:
     """What follows the last marker; empty without one.
 
-    Before a colon a model may have ended its emphasis, and go on in another line, as DAPO's verifier allows, too.
+    Of one that ends with a colon neither case nor spaces before the colon count, as for DAPO's verifier and
+    simple-evals; a model may have ended its emphasis before the colon, and go on in another line.
     """
-    if marker.endswith(":"):
-        emphasised = re.compile(re.escape(marker.removesuffix(":")) + r"[*_`]*:[*_`\s]*")
-        return text[max((match.end() for match in emphasised.finditer(text)), default=len(text)) :]
+    if marker.endswith((":", "\uff1a")):
+        colon = re.compile(re.escape(marker[:-1].rstrip()) + r"[*_`\s]*[:\uff1a][*_`\s]*", re.IGNORECASE)
+        return text[max((match.end() for match in colon.finditer(text)), default=len(text)) :]
     return text.rpartition(marker)[2] if marker in text else ""
 
 
@@ -186,7 +192,8 @@ class AnswerReward(Reward):
 
     def _read_target(self, prompt: str, metadata: Mapping[str, object]) -> str:
         value = column_of(metadata, self.target_key, self.label, prompt)
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or not str(value).strip():
+        is_missing = isinstance(value, float) and math.isnan(value)  # as pandas writes a cell without a value
+        if isinstance(value, bool) or not isinstance(value, (str, int, float)) or is_missing or not str(value).strip():
             raise DataError(
                 f"column {self.target_key!r} of prompt {prompt!r} must be a text or a number for reward "
                 f"{self.label!r}, not {value!r}"
@@ -247,11 +254,11 @@ def choice_of(text: str) -> str | None:
     r"""The letter of a choice with which a text begins, in upper case: of ``B``, ``(b)``, ``**B**``, ``B. Paris``.
 
     It may stand in ``\boxed{}``, a command for text or marks of a formula. None where the text begins with something
-    else, such as a word.
+    else, such as a word, or with several letters, as in ``A, B``.
     """
     text = _CHOICE_BEGINS.sub("", text).strip(_EMPHASIS + "\n$").removesuffix("\\)")
     match = _CHOICE.match(text)
-    return match.group(1).upper() if match else None
+    return match.group(1).upper() if match and not _ANOTHER_CHOICE.match(text, match.end(1)) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,15 +26,19 @@ from sfumato.rewards.judging.template import JudgeTemplate, load_template
 
 _DECORATION = r"[\s*_`]*"
 _OPENING = r"[\s*_`\[(]*"
-# Neither the beginning of a longer word or number, nor of a span such as 7-8, nor a percentage.
+# Neither the beginning of a longer word or number, nor of a span such as 7-8 or 7 to 8, nor a percentage.
 _NUMBER = re.compile(
-    r"([-+]?\d+(?:\.\d+)?)(?![^\W_]|[ \t]*%|[.,]\d|[ \t]*[-\u2013\u2014][ \t]*\d)"
+    r"([-+]?\d+(?:\.\d+)?)(?![^\W_]|[ \t]*%|[.,]\d|[ \t]*[-\u2013\u2014][ \t]*\d|[ \t]+(?:(?:to|or|and)[ \t]+)?\d)"
     r"(?:\s*\(?(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
     re.IGNORECASE,
 )
 _BROKEN_OFF = ("abort", "error")  # what vLLM, SGLang and gateways say of half a reply
-_ANSWER = re.compile(rf"<answer>|\banswer{_DECORATION}:", re.IGNORECASE)
-_CHOICE = re.compile(rf"{_OPENING}(?:(?:image|video|text|response)\s*)?(1|2|tie)\b(?![.,]\d)", re.IGNORECASE)
+_COLON = "[:\uff1a]"
+_ANSWER = re.compile(rf"<answer>|\banswer{_DECORATION}{_COLON}", re.IGNORECASE)
+_CHOSEN = r"(?:(?:image|video|text|response)\s*)?"
+_CHOICE = re.compile(
+    rf"{_OPENING}{_CHOSEN}(1|2|tie)\b(?![.,]\d|\s*(?:[/=&,]|\b(?:or|and)\b)\s*{_CHOSEN}[12]\b)", re.IGNORECASE
+)
 
 
 class UnreadableError(ValueError):
@@ -65,7 +69,7 @@ def number_after(text: str, marker: str, low: float, high: float) -> float:
     Raises:
         UnreadableError: there is none, or it is not from ``low`` to ``high``.
     """
-    marks = list(re.finditer(rf"\b{re.escape(marker)}{_DECORATION}:{_OPENING}", text, re.IGNORECASE))
+    marks = list(re.finditer(rf"\b{re.escape(marker)}{_DECORATION}{_COLON}{_OPENING}", text, re.IGNORECASE))
     number = _NUMBER.match(text, marks[-1].end()) if marks else None
     if number is None or not low <= float(number.group(1)) <= high or float(number.group(2) or high) != high:
         raise UnreadableError(f"no '{marker}:' with a number from {low:g} to {high:g}")

@@ -27,7 +27,7 @@ ABSENT = "(absent)"
 """The value of a field that a run's configuration does not have."""
 HIDDEN = "(hidden)"
 """The value of a field that holds a key or a password."""
-NOT_COMPARED = ("run_id", "forked_from", "finished", "total_steps", "command", "date", "task")
+NOT_COMPARED = ("run_id", "forked_from", "finished", "total_steps", "command", "date", "task", "slurm_job")
 """Entries of ``environment.json`` that differ between any two runs, or are shown elsewhere."""
 RESULTS = ("eval/", "reward/total", "loss", "train/loss")
 """Beginnings of metrics that say how good a run is."""

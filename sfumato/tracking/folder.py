@@ -71,6 +71,7 @@ def environment_of(mesh: Mesh) -> dict[str, object]:
         "device": torch.cuda.get_device_name() if mesh.device.type == "cuda" else "cpu",
         "num_processes": mesh.size,
         "command": sys.argv,
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
     }
 
 
@@ -307,15 +308,12 @@ class RunFolder:
         """
         standing = self.standing if not self._moves else None
         fresh: dict[str, object] = {"run_id": secrets.token_hex(8)}
-        if self.wanted == "auto":
-            if standing is None or standing.run_id is None:
-                return fresh
-            origin = read_environment(self.path).get("forked_from")
-            return {"run_id": standing.run_id, **({"forked_from": origin} if origin else {})}
         if self.wanted in (None, "new"):
             return fresh
-        if standing is not None and standing.run_id == self.source_id:
-            return {"run_id": standing.run_id or fresh["run_id"]}
+        if self.wanted == "auto" or (standing is not None and standing.run_id == self.source_id):
+            origin = read_environment(self.path).get("forked_from")
+            run_id = (standing and standing.run_id) or fresh["run_id"]
+            return {"run_id": run_id, **({"forked_from": origin} if origin else {})}
         self._say(
             f"{self.wanted} is of another run ({self.source_id or 'without an id'}): this one is a fork of it, with an "
             f"id of its own ({fresh['run_id']}) and metrics from step {from_step + 1} on"

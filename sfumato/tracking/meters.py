@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import resource
+import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -197,7 +198,8 @@ def find_peaks(name: str) -> tuple[float | None, float | None, float] | None:
 def memory_in_use() -> dict[str, float]:
     """Memory in MiB of this process, now and at its peak so far, and of its GPU, now and at its peak since the last
     call."""
-    usage = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}
+    peak_unit = 1 if sys.platform == "darwin" else 1024  # macOS tells bytes, Linux KiB
+    usage = {"memory/process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * peak_unit / 2**20}
     with contextlib.suppress(FileNotFoundError), open("/proc/self/statm", "rb", buffering=0) as pages:
         usage["memory/process_mib"] = int(pages.read(200).split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
     if torch.cuda.is_initialized():  # asking would open a context on GPU 0

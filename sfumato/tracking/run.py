@@ -23,7 +23,7 @@ from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
-from sfumato.tracking.exit import check_early_stop, listen, name_log
+from sfumato.tracking.exit import check_early_stop, ending_of, listen, name_log
 from sfumato.tracking.folder import RunFolder, check_same_settings, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import BestEffortFiles, JsonLines, read_jsonl, series_of
@@ -331,9 +331,10 @@ class Run:
         if self._enabled:
             self._trackers.alert(alert)
 
-    def flush_alerts(self) -> None:
-        """Waits until alerts are sent, or given up."""
+    def end_trackers(self, exit_code: int) -> None:
+        """Tells trackers that the run has ended, if it was not closed, and waits until alerts are sent, or given up."""
         if self._enabled:
+            self._trackers.close(exit_code)
             self._trackers.flush_alerts()
 
     def write_report(self, *, if_cheap: bool = False, ending: str = "") -> None:
@@ -427,8 +428,8 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self.close(0 if error is None else ending_of(error).code)
 
     def finish(self) -> None:
         """Marks the run as finished, reports if it learned nothing, and closes it.
@@ -459,8 +460,8 @@ class Run:
         except ConfigError as error:  # somebody has edited the run's configuration, and the weights are complete
             self.say(f"{export} has no {CARD}: {error}")
 
-    def close(self) -> None:
-        """Flushes logs, ends the progress bar, and gives the folder back."""
+    def close(self, exit_code: int = 0) -> None:
+        """Flushes logs, tells trackers how the run ended, ends the progress bar, and gives the folder back."""
         if self.mesh.is_first:
             say_messages(None)
         was_open = self.is_open
@@ -473,8 +474,9 @@ class Run:
                     self._profiler.close()
                 self._progress.close()
             if was_open and self._enabled:
-                for log in (self._metrics, self._times, self._timeline, self._trackers):
+                for log in (self._metrics, self._times, self._timeline):
                     log.close()
+                self._trackers.close(exit_code)
         finally:
             if self.folder is not None:
                 self.folder.lock.release()

@@ -13,6 +13,7 @@ import math
 import os
 import re
 import secrets
+import signal
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -45,7 +46,7 @@ class _LoggedRun:
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         self._run.log({name: [self._image(image) for image in images]}, step=step)
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         self._run.finish()
 
 
@@ -68,6 +69,9 @@ class WandbTracker(_LoggedRun):
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),
         )
+
+    def close(self, exit_code: int = 0) -> None:
+        self._run.finish(exit_code)
 
 
 class SwanlabTracker(_LoggedRun):
@@ -139,8 +143,10 @@ class MlflowTracker:
         for index, image in enumerate(images):
             self._client.log_image(self._id, image, artifact_file=f"{name}/step_{step:06d}_{index}.png")
 
-    def close(self) -> None:
-        self._client.set_terminated(self._id)
+    def close(self, exit_code: int = 0) -> None:
+        stopped = 128 + signal.SIGTERM, 128 + signal.SIGINT
+        status = "KILLED" if exit_code in stopped else "FAILED" if exit_code else "FINISHED"
+        self._client.set_terminated(self._id, status)
 
 
 class TrackioTracker(_LoggedRun):

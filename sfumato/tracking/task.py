@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sfumato.config.base import Section
 from sfumato.errors import PreemptedError, RoleLostError, StoppedError
@@ -19,6 +19,9 @@ from sfumato.tracking.folder import read_environment
 from sfumato.tracking.lock import release_locks
 from sfumato.tracking.run import Run
 from sfumato.tracking.terminal import outlive_readers
+
+if TYPE_CHECKING:
+    from sfumato.config.sections import TrainConfig
 
 ConfigT = TypeVar("ConfigT", bound=Section)
 
@@ -38,7 +41,7 @@ def run_task(main: Callable[[ConfigT], None], schema: type[ConfigT]) -> None:
     keep_stacks()
     choose_kernels()
     try:
-        config = parse_config(schema)
+        config = after_requeue(parse_config(schema))
         choose_allocator(shares_memory=getattr(getattr(config, "runtime", None), "shares_gpu_memory", False))
         run_again_when_lost(main, config)
         leave_peers()
@@ -57,6 +60,25 @@ def run_task(main: Callable[[ConfigT], None], schema: type[ConfigT]) -> None:
     os._exit(ending.code)  # other ranks may be waiting in a collective, and a scoring thread may hang: do not join them
 
 
+def after_requeue(config: ConfigT) -> ConfigT:
+    """The configuration of a job that Slurm has queued again, which goes on with the run that it began.
+
+    A checkpoint that its command names, or ``new``, would throw away what the job has done already.
+    """
+    train: TrainConfig = config.train  # type: ignore[attr-defined]
+    if train.load_checkpoint_path in (None, "auto") or os.environ.get("SLURM_RESTART_COUNT", "0") in ("", "0"):
+        return config
+    if read_environment(Path(train.output_dir)).get("slurm_job") != os.environ.get("SLURM_JOB_ID"):
+        return config  # the job was queued again before its run began
+    if os.environ.get("RANK", "0") == "0":
+        print(
+            f"Slurm has queued this job again: it goes on in {train.output_dir} (load_checkpoint_path auto, "
+            f"and not {train.load_checkpoint_path})",
+            file=sys.stderr,
+        )
+    return config.model_copy(update={"train": train.model_copy(update={"load_checkpoint_path": "auto"})})
+
+
 def report_ending(ending: Ending) -> None:
     """Writes to the log and the report of a run that has begun why it ended, and brings the report up to date."""
     run = Run.newest
@@ -70,7 +92,7 @@ def report_ending(ending: Ending) -> None:
 
             run.alert(Alert("stopped", f"ended with exit code {ending.code}: {line}"))
         run.write_report(ending=line)
-        run.flush_alerts()
+        run.end_trackers(ending.code)
     except Exception as error:  # what ended the run matters more
         print(f"{run.output_dir}/report.html is not of the last step: {error}", file=sys.stderr)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 WEBHOOK = "webhook"
 """Gets no numbers, but alerts."""
 
+CLOSING_S = 8.0
+"""Seconds within which trackers are told of an end that is none of success; the launcher kills ranks after 10."""
+
 KNOWN_TRACKERS = ("tensorboard", "wandb", "swanlab", "mlflow", "trackio", WEBHOOK)
 
 
@@ -31,8 +35,8 @@ class Tracker(Protocol):
     def log_images(self, step: int, name: str, images: np.ndarray) -> None:
         """Records images, uint8 [N, H, W, 3], under one name."""
 
-    def close(self) -> None:
-        """Writes what is still buffered. Nothing may be logged afterwards."""
+    def close(self, exit_code: int = 0) -> None:
+        """Writes what is still buffered, and how the run ended. Nothing may be logged afterwards."""
 
 
 class TensorBoardTracker:
@@ -69,7 +73,7 @@ class TensorBoardTracker:
         if len(images):
             self._writer.add_images(name, images, step, dataformats="NHWC")
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         self._writer.close()
 
 
@@ -130,7 +134,7 @@ def build_trackers(
             try:
                 trackers.append(start_service(name, folder, purge_step is not None, config or {}))
             except UserError:
-                Trackers(trackers, say).close()  # what has started would keep threads and files open
+                Trackers(trackers, say).close(1)  # what has started would keep threads and files open
                 raise
     return trackers
 
@@ -166,9 +170,20 @@ class Trackers:
         for webhook in self._webhooks:
             webhook.close()
 
-    def close(self) -> None:
-        """As ``Tracker.close``, for each tracker."""
-        self._tell(lambda tracker: tracker.close())
+    def close(self, exit_code: int = 0) -> None:
+        """As ``Tracker.close``, for each tracker, once; alerts alone may follow.
+
+        Args:
+            exit_code: of the run. One that did not finish waits ``CLOSING_S`` at most, since its process has to end.
+        """
+        closing = threading.Thread(
+            target=self._tell, args=(lambda tracker: tracker.close(exit_code),), name="trackers", daemon=True
+        )
+        closing.start()
+        closing.join(CLOSING_S if exit_code else None)
+        if closing.is_alive():
+            self._say(f"trackers were not told the end of the run within {CLOSING_S:.0f} s")
+        self.all = list[Tracker](self._webhooks)
 
     def _tell(self, tell: Callable[[Tracker], None]) -> None:
         for tracker in list(self.all):

@@ -184,7 +184,7 @@ class WebhookTracker:
         """Has an alert sent, once in a run."""
         self._webhook.send(alert, {**self._facts, "step": self._step})
 
-    def close(self) -> None:
+    def close(self, exit_code: int = 0) -> None:
         """Waits for what is on its way, for at most ``FLUSH_S``."""
         self._webhook.flush()
 

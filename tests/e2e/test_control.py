@@ -55,13 +55,10 @@ def assert_same_training(plain: Path, asked: Path) -> None:
     assert weights_in(plain / "hf_ckpt") == weights_in(asked / "hf_ckpt")
 
 
-QUICK = ("train_dit", "train_text", "rl_diffusion")
-"""The others call the same lines, and are left to the slow tests."""
-
-
+# other tasks call the same lines; tests/dist/test_control_ranks.py asks RL of pictures in every run of the tests
 @pytest.mark.exact
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in TASKS]
+    "name", [pytest.param(name, marks=() if name == "train_text" else pytest.mark.slow) for name in TASKS]
 )
 def test_requests_change_no_bit(tmp_path: Path, name: str) -> None:
     task, config, abilities = TASKS[name]

@@ -24,8 +24,9 @@ from sfumato.config.base import Variant, find_variants
 from sfumato.errors import ConfigError, MissingDependencyError, WeightSyncError
 from sfumato.parallel.shards import all_parameters
 from sfumato.parallel.weights import build_on_meta
+from sfumato.rollout.engines import host_memory
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
-from sfumato.rollout.engines.served import host_memory, weight_files
+from sfumato.rollout.engines.served import weight_files
 from sfumato.rollout.engines.served.engine import seed_of
 from sfumato.rollout.engines.served.environment import engine_environment, inside, visible_devices
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError

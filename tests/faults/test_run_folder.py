@@ -14,7 +14,7 @@ from sfumato.config.load import merge
 from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import CheckpointError, ConfigError, DataError, FolderError, PreemptedError, UserError
 from sfumato.tracking.atomic_folders import MANIFEST, list_checkpoints, list_files, read_values
-from sfumato.tracking.folder import read_environment
+from sfumato.tracking.folder import read_environment, write_json
 from sfumato.tracking.json_lines import read_jsonl
 from tests.faults.test_resume import contents
 from tests.tiny import (
@@ -342,6 +342,18 @@ def test_a_checkpoint_of_another_run_begins_a_fork(crashed: tuple[dict[str, Any]
     run_task_here("train_dit", merge(fork, {"train": {"load_checkpoint_path": "auto", "max_steps": 5}}))
     again = read_environment(tmp_path / "fork")
     assert [again[name] for name in ("run_id", "forked_from")] == [environment["run_id"], environment["forked_from"]]
+    shutil.rmtree(tmp_path / "fork/checkpoints")  # as one that was killed before its first save
+    run_task_here("train_dit", merge(fork, {"train": {"load_checkpoint_path": "auto", "max_steps": 5}}))
+    assert f"resumed from {source} at step 2" in (tmp_path / "fork/log.txt").read_text()
+    assert [line["step"] for line in read_jsonl(tmp_path / "fork/metrics.jsonl")] == [3, 4, 5]
+    back = {"load_checkpoint_path": str(tmp_path / "fork/checkpoints/global_step_4"), "max_steps": 5}
+    run_task_here("train_dit", merge(fork, {"train": back}))
+    assert read_environment(tmp_path / "fork")["forked_from"] == environment["forked_from"]
+    shutil.rmtree(tmp_path / "fork/checkpoints")
+    moved = {**environment, "forked_from": {"run_id": origin, "checkpoint": str(source.with_name("global_step_9"))}}
+    write_json(tmp_path / "fork/environment.json", moved)
+    with pytest.raises(CheckpointError, match=r"began from .*global_step_9, which is not there any more: name"):
+        run_task_here("train_dit", merge(fork, {"train": {"load_checkpoint_path": "auto", "max_steps": 5}}))
 
 
 def test_a_new_run_keeps_the_tokens_that_it_made_before_it_began(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ import psutil
 import pytest
 import torch
 
+from sfumato.commands.doctor_reach import open_ports
 from sfumato.config.runtime import PoolConfig, RuntimeConfig
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, NonFiniteError, PreemptedError, RoleLostError, UserError
@@ -395,6 +396,12 @@ def test_only_one_cluster_and_no_client(cluster: Cluster) -> None:
         start_cluster(RuntimeConfig(backend="ray", address="ray://head:10001"), cluster.run)
     with pytest.raises(RuntimeError, match="joined a Ray cluster already"):
         start_cluster(RuntimeConfig(backend="ray"), cluster.run)
+
+
+def test_all_of_ray_listens_at_loopback_alone(cluster: Cluster) -> None:
+    processes = {process.pid for process in psutil.Process().children(recursive=True)}
+    ports = [port for port in open_ports() if port.pid in processes]
+    assert len(ports) > 3 and not [port for port in ports if port.is_open], ports
 
 
 def test_signals_belong_to_the_run(cluster: Cluster) -> None:

@@ -55,6 +55,7 @@ def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path, monkeypatch: pyt
     assert "timed out during startup; trying once more" in (tmp_path / "log.txt").read_text()
 
 
+@pytest.mark.slow  # tests/ray/test_ray_roles.py looks at the ports, tests/unit/test_meeting.py at the token
 def test_all_of_ray_on_one_machine_listens_at_loopback_and_asks_for_a_token(tmp_path):
     """In a process that has not imported Ray, as a task's has not."""
     (tmp_path / "home").mkdir()

@@ -47,6 +47,7 @@ def test_groups_without_spread_are_marked() -> None:
     assert result.values[result.no_spread].tolist() == [0] * 7
     assert result.useful(keep_no_spread=False).tolist() == [False] * 3 + [True] * 2 + [False] * 4
     assert result.metrics["advantage/groups_without_spread"] == 0.75
+    assert compute([0.1 + 0.2 - 0.3, 0], [0, 0]).no_spread.all(), "a total of rewards that cancel out"
 
 
 def test_std_none_global_and_clip() -> None:

@@ -20,7 +20,6 @@ from sfumato.commands.check_data import FIRST_ROWS, sampled_rows
 from sfumato.commands.check_diffusion_rl import DECODING, DRAWING, EMBEDDING
 from sfumato.commands.check_model import smallest_number_of_ranks
 from sfumato.commands.check_tables import show_findings
-from sfumato.commands.find_task import load_for_task
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.load import load_config
 from sfumato.config.parallel import ParallelConfig
@@ -35,7 +34,6 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
-from tests.shipped_configs import files_with
 from tests.tiny import (
     ROOT,
     load_task,
@@ -49,8 +47,6 @@ from tests.tiny import (
 )
 from tests.tiny_families import tiny_flux_kontext, tiny_wan
 from tests.unit.test_flops import KINDS
-
-CONFIGS = files_with("train")
 
 
 def text_config(
@@ -79,22 +75,6 @@ def shown(findings: Findings) -> str:
     text = io.StringIO()
     show_findings(findings, Console(file=text, width=200))
     return text.getvalue()
-
-
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
-def test_shipped_configurations_find_their_task(path: Path) -> None:
-    task, config = load_for_task(path, {})
-    text = path.read_text()
-    expected = next(
-        (
-            name
-            for name in ("rl_diffusion_forward", "rl_diffusion_direct", "rl_diffusion", "train_autoencoder")
-            if name in text
-        ),
-        task,
-    )
-    assert task == expected or f"tasks/{task}.py" in text or "tasks/" not in text
-    assert config == load_config(type(config), path)
 
 
 def test_a_mistake_is_described_for_the_task_that_fits_best(tmp_path: Path) -> None:

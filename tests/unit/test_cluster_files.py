@@ -183,6 +183,24 @@ def test_the_dashboard_of_a_cluster_on_kubernetes_asks_for_a_token() -> None:
     assert allowed == [8265]
 
 
+@pytest.mark.parametrize(
+    ("command", "is_driver"),
+    [
+        ("/opt/venv/bin/python3.12 tasks/rl_diffusion.py configs/a.yaml --train.lr 1e-4", True),
+        ("python my_project/rl_text.py my_project/config.yaml", True),
+        ("/usr/bin/python3 /opt/site-packages/sfumato/tasks/rl_text.py /data/a.yml", True),
+        ("/usr/bin/python3 /opt/bin/ray job submit -- bash train.sh tasks/rl_text.py a.yaml", False),
+        ("/usr/bin/python3 /opt/ray/_private/workers/default_worker.py --node-ip-address=10.0.0.1", False),
+        ("bash train.sh tasks/rl_text.py a.yaml", False),
+    ],
+)
+def test_a_pod_that_is_taken_away_finds_its_driver(command: str, is_driver: bool) -> None:
+    """Drivers whose scripts lay elsewhere than in ``tasks/`` were not asked to save."""
+    (pattern,) = re.findall(r"drivers\(\) \{ pgrep -f '(.*?)'", (CLUSTER / "pre_stop.sh").read_text())
+    done = subprocess.run(["grep", "-E", pattern], input=command, capture_output=True, text=True, check=False)
+    assert (done.returncode == 0) is is_driver
+
+
 def test_constraints_hold_what_ray_needs() -> None:
     pinned = {Requirement(line).name.lower() for line in _lines("constraints.txt")}
     wanted = [Requirement(line) for line in importlib.metadata.requires("ray") or []]

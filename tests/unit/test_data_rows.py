@@ -1,7 +1,6 @@
-"""Rows: random access to what stands in a file, and every broken row named with file and line."""
+"""Rows of files, beside what ``test_text_rows.py`` and ``test_hostile_rows.py`` show of all their kinds."""
 
 import errno
-import json
 import os
 import time
 
@@ -35,16 +34,6 @@ def refusal(path):
     return str(caught.value)
 
 
-def test_jsonl_rows_at_random(tmp_path):
-    texts = [f"Zeile {i} ä日本" for i in range(20)]
-    path = write(tmp_path, "a.jsonl", "".join(json.dumps({"prompt": t, "n": i}) + "\n" for i, t in enumerate(texts)))
-    rows = opened(path)
-    assert len(rows) == 20
-    for index in (19, 0, 7, 7, 3):
-        assert rows[index] == {"prompt": texts[index], "n": index}
-    assert rows.describe(7) == f"{path}, line 8"
-
-
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 @pytest.mark.parametrize("last", ["", "end"])
 def test_jsonl_blank_lines_are_skipped_but_counted(tmp_path, end, last):
@@ -53,31 +42,6 @@ def test_jsonl_blank_lines_are_skipped_but_counted(tmp_path, end, last):
     rows = opened(path)
     assert [rows[i]["prompt"] for i in range(len(rows))] == ["a", "b"]
     assert [rows.describe(i) for i in range(2)] == [f"{path}, line 2", f"{path}, line 5"]
-
-
-def test_jsonl_with_a_byte_order_mark(tmp_path):
-    assert opened(write(tmp_path, "a.jsonl", b'\xef\xbb\xbf{"prompt": "a"}\n'))[0] == {"prompt": "a"}
-
-
-@pytest.mark.parametrize(
-    ("line", "reason"),
-    [
-        (b'{"prompt": "b"', "not valid JSON"),
-        (b"prompt: b", "not valid JSON"),
-        (b'{"prompt": "\xff"}', "not UTF-8 text"),
-        (b'["b"]', "must be a JSON object, not list"),
-        (b'"b"', "must be a JSON object, not str"),
-        (b"null", "must be a JSON object, not NoneType"),
-    ],
-)
-def test_a_broken_json_line_is_named_and_the_others_can_be_read(tmp_path, line, reason):
-    path = write(tmp_path, "a.jsonl", b'{"prompt": "a"}\n\n' + line + b'\n{"prompt": "c"}\n')
-    rows = opened(path)
-    assert len(rows) == 3
-    assert (rows[0]["prompt"], rows[2]["prompt"]) == ("a", "c")
-    with pytest.raises(DataError) as caught:
-        rows[1]
-    assert str(caught.value).startswith(f"{path}, line 3: ") and reason in str(caught.value)
 
 
 def test_text_rows(tmp_path):
@@ -91,55 +55,13 @@ def test_text_rows(tmp_path):
     assert [rows.describe(i) for i in range(3)] == [f"{path}, line {n}" for n in (2, 4, 5)]
 
 
-def test_text_that_is_not_utf8_is_named(tmp_path):
-    path = write(tmp_path, "a.txt", "Straße\n".encode("latin-1"))
-    assert f"{path} is not UTF-8" in refusal(path)
-
-
 def test_text_with_a_byte_order_mark(tmp_path):
     assert opened(write(tmp_path, "a.txt", b"\xef\xbb\xbfa cat\n"))[0] == {"prompt": "a cat"}
-
-
-def test_parquet_rows_at_random(tmp_path):
-    path = tmp_path / "a.parquet"
-    table = {"prompt": [f"p{i}" for i in range(10)], "n": list(range(10)), "data": [bytes([i]) for i in range(10)]}
-    pyarrow.parquet.write_table(pyarrow.table(table), path)
-    rows = opened(path)
-    assert len(rows) == 10
-    for index in (9, 0, 4):
-        assert rows[index] == {"prompt": f"p{index}", "n": index, "data": bytes([index])}
-    assert rows.describe(4) == f"{path}, row 5"
-
-
-def test_a_parquet_file_that_is_replaced_is_read_anew(tmp_path):
-    path = tmp_path / "a.parquet"
-    for value in ("old", "new"):
-        pyarrow.parquet.write_table(pyarrow.table({"prompt": [value] * (1 + (value == "new"))}), path)
-        assert opened(path)[0] == {"prompt": value}
-
-
-@pytest.mark.parametrize("content", [b"not parquet at all", b"PAR1 broken PAR1"])
-def test_a_broken_parquet_file_is_named(tmp_path, content):
-    path = write(tmp_path, "a.parquet", content)
-    assert f"{path} cannot be read as parquet" in refusal(path)
-
-
-def test_a_truncated_parquet_file_is_named(tmp_path):
-    path = tmp_path / "a.parquet"
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["a" * 100, "b"]}), path)
-    path.write_bytes(path.read_bytes()[:-20])
-    assert f"{path} cannot be read as parquet" in refusal(path)
 
 
 def test_a_missing_file_is_named_with_its_option(tmp_path):
     assert refusal(tmp_path / "none.jsonl") == f"data.train_path: file not found: {tmp_path / 'none.jsonl'}"
     assert "the folder" in refusal(tmp_path) and "has no .jsonl" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.jsonl", "\n \n"), ("a.txt", ""), ("a.txt", "\n\n")])
-def test_an_empty_file_is_refused(tmp_path, name, content):
-    path = write(tmp_path, name, content)
-    assert refusal(path) == f"data.train_path: {path} has no rows"
 
 
 def test_an_empty_parquet_file_is_refused(tmp_path):

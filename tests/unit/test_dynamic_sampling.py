@@ -19,8 +19,8 @@ from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import SampleRequest, requests_of
 from sfumato.rollout.oversampling.dynamic_sampling import (
     DynamicSampling,
+    differ,
     dynamic_sampling,
-    has_spread,
     sampling_metrics,
 )
 from sfumato.runtime.stream import RolloutStream
@@ -103,7 +103,7 @@ def expected(text_prompt_loader: TextPromptLoader, iteration: int, limit: int) -
 
 
 @pytest.mark.parametrize("limit", [1, 4, 6, 12, 100])
-def test_each_place_is_refilled_until_it_teaches(limit):
+def test_each_place_is_refilled_until_it_differ(limit):
     prompt_loader = loader()
     more = DynamicSampling(prompt_loader, limit)
     one = make(Log(), more_groups=more)
@@ -112,7 +112,7 @@ def test_each_place_is_refilled_until_it_teaches(limit):
     for iteration, samples in enumerate(actual):
         prompts = {group: prompt for _, group, prompt in samples}
         assert len(samples) == N * len(prompts) <= N * (P + limit) and len(set(prompts.values())) == len(prompts)
-        if limit == 100:  # none is left that teaches nothing
+        if limit == 100:  # none is left that differ nothing
             last = {group % P: prompt for group, prompt in sorted(prompts.items())}
             assert len(last) == P and all(prompt % 3 and prompt != 5 for prompt in last.values()), iteration
     extra = [sampling_metrics([group for _, group, _ in samples], P)["rollout/extra_groups"] for samples in actual]
@@ -191,9 +191,9 @@ def test_optimiser_steps_hold_the_groups_that_teach_in_the_places_of_those_that_
 
 
 def test_spread():
-    assert has_spread(np.array([0.0, 1.0])) and has_spread(np.array([np.nan, 0.0, 1.0]))
-    for values in ([0.5, 0.5], [0.1 + 0.2, 0.3], [np.nan, 1.0], [np.nan, np.nan], [1.0]):
-        assert not has_spread(np.array(values))
+    assert differ(np.array([0.0, 1.0])) and differ(np.array([np.nan, 0.0, 1.0]))
+    for values in ([0.5, 0.5], [0.1 + 0.2, 0.3], [0.1 + 0.2 - 0.3, 0.0], [np.nan, 1.0], [np.nan, np.nan], [1.0]):
+        assert not differ(np.array(values))
 
 
 def settings(backend="in_process", ranks=1):

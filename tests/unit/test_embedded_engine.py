@@ -257,10 +257,10 @@ def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
 
 
 def test_completions_do_not_depend_on_the_batch() -> None:
-    module, requests = make_module(), make_requests(groups=9, max_new_tokens=10)
+    module, requests = make_module(), make_requests(groups=5, max_new_tokens=10)
     whole = complete(EmbeddedEngine(module), requests, WARM)
     assert len({tuple(sequence.token_ids) for sequence in whole}) == len(whole)
-    for size in (1, 2, 7, 32):
+    for size in (1, 7):
         other = complete(EmbeddedEngine(module, max_batch_size=size), requests[::-1], WARM)[::-1]
         assert [sequence.token_ids for sequence in other] == [sequence.token_ids for sequence in whole]
     assert complete(EmbeddedEngine(module), requests, WARM) == whole

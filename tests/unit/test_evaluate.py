@@ -175,6 +175,10 @@ WRONG = {
     "tasks of a model that draws": (["run", "--tasks", "arc_easy"], "--tasks is for language models"),
     "tasks and rewards": (["run", "--tasks", "arc_easy", "--reward", "ocr"], "leave --reward"),
     "a limit without tasks": (["run", "--limit", "3"], "are for --tasks"),
+    "a template without tasks": (["run", "--apply-chat-template"], "are for --tasks"),
+    "prompts of tasks": (["run", "--tasks", "arc_easy", "--num-prompts", "3"], "of tasks --limit"),
+    "a temperature of tasks": (["run", "--tasks", "arc_easy", "--temperature", "0.7"], "--temperature has no effect"),
+    "a system prompt of texts": (["run", "--tasks", "arc_easy", "--system-prompt", "Hi."], "--apply-chat-template"),
 }
 
 
@@ -294,6 +298,25 @@ def test_benchmarks_compare_models_with_intervals(benchmark, tmp_path):
     (pair,) = results["differences"]
     assert (pair["metric"], pair["difference"], pair["low"], pair["high"]) == ("choose acc", 0.0, 0.0, 0.0)
     assert {result["metric"] for result in results["results"]} >= {"choose acc", "likely word_perplexity"}
+
+
+def test_documents_as_chats_begin_with_the_system_prompt(benchmark, monkeypatch):
+    from sfumato.evaluation import harness, harness_model, sources
+    from sfumato.evaluation.options import GenerationOptions
+    from sfumato.evaluation.texts import text_models
+
+    folder, model = benchmark
+    texts = []
+    encode = harness_model.HarnessModel.tok_encode
+    monkeypatch.setattr(
+        harness_model.HarnessModel,
+        "tok_encode",
+        lambda self, text, *args, **named: texts.append(text) or encode(self, text, *args, **named),
+    )
+    options = GenerationOptions(device="cpu", system_prompt="Be brief.")
+    ((_, loaded),) = text_models(sources.find_sources([str(model)], False, print), options)
+    harness.run_tasks(loaded, ["choose"], folder, limit=1, with_chat_template=True)
+    assert texts and all("system\nBe brief." in text for text in texts)
 
 
 @pytest.mark.slow  # the harness reads the files of all its tasks

@@ -135,11 +135,10 @@ def test_images_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
     actual = []
     for scale in built.row.scales:
         images, latents = built.by_sfumato(built.model, scale)
-        is_last = scale == built.row.scales[-1]
-        for together in (False, True)[: 1 + (built.row.batched and is_last)]:
-            expected = built.by_diffusers(pipeline, scale, together)
-            assert_same_images(images, expected[0])
-            torch.testing.assert_close(latents, expected[1], atol=1e-4, rtol=1e-4)
+        together = built.row.batched and scale == built.row.scales[-1]
+        expected = built.by_diffusers(pipeline, scale, together)
+        assert_same_images(images, expected[0])
+        torch.testing.assert_close(latents, expected[1], atol=1e-4, rtol=1e-4)
         actual.append(latents)
     assert (actual[0] - actual[-1]).abs().max() > 2e-3, "guidance must matter"
 
@@ -158,10 +157,14 @@ def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> N
     if any(row is ROWS[name] for name in PREDICTS_OTHERWISE) or getattr(pipeline, "transformer_2", None) is not None:
         pytest.skip("the velocity is not what the network returns, or there are two networks")
     calls: list[Any] = []
-    hook = pipeline.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args, copied(kwargs))), with_kwargs=True
-    )
-    built.by_diffusers(pipeline, 1.0, together=False)
+
+    def stop_at_first_step(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((args, copied(kwargs)))
+        raise InterruptedError
+
+    hook = pipeline.transformer.register_forward_pre_hook(stop_at_first_step, with_kwargs=True)
+    with pytest.raises(InterruptedError):
+        built.by_diffusers(pipeline, 1.0, together=False)
     hook.remove()
     args, kwargs = calls[0]
     target = keyed_normal(row.latent_shape, SEED, "target", 0, [0])
@@ -345,8 +348,9 @@ def test_low_precision_is_close_and_gives_float32(built: Built) -> None:
 
 def test_adapters_over_frozen_weights_in_low_precision(built: Built) -> None:
     model = built.load(dtype="bf16", lora=LoraConfig(rank=2))
-    velocity = built.velocity(model, built.row.scales[-1])
+    velocity, exact = built.velocity(model), built.velocity(built.model)
     assert velocity.dtype == torch.float32
+    assert 0 < (velocity - exact).abs().max() < 0.1 * exact.abs().max() + 0.05
     velocity.square().sum().backward()
     trained = trainable_parameters(model.denoiser)
     assert all(value.dtype == torch.float32 for value in trained.values())

@@ -52,4 +52,4 @@ def test_published_sizes(
         billions, rel=0.01
     )
     assert model.latent_shape(*size) == shape
-    assert model.embedding_shapes(*size[:2])["prompt_embeds"][0][0] == config.max_sequence_length
+    assert model.embedding_shapes(*size[:2])["prompt_embeds"][0][0] == model.max_sequence_length

@@ -12,12 +12,14 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from tokenizers.processors import TemplateProcessing
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText, PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.utils import is_torchvision_available
 
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.media.vision import MediaProcessor
+from sfumato.data.text.chat import build_chat_template
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model_folder import save_tokenizer
@@ -216,8 +218,33 @@ def test_an_export_of_emu3_has_the_chat_template_of_the_run(tmp_path: Path) -> N
     config = load_config(TrainTextConfig, overrides=tiny_seeing_config(tmp_path, "emu3"))
     model = build_language_model(config.model, config.train, data_type=config.data.data_type)
     template = str(model.hf_tokenizer.chat_template)
-    assert model.tokenizer.chat_template == "{{- bos_token }}" + template  # its processor adds the token, too
-    model.tokenizer.chat_template = "{{- bos_token }}{# of the run #}" + template
+    chat = build_chat_template(None, model.tokenizer)
+    assert chat.text == "{{- bos_token }}" + template  # its processor adds the token, too
+    chat.adopt()
     model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
     model.save_export(tmp_path / "out", whole_weights(model.trained, model.mesh))
-    assert (tmp_path / "out/chat_template.jinja").read_text(encoding="utf-8") == "{# of the run #}" + template
+    assert (tmp_path / "out/chat_template.jinja").read_text(encoding="utf-8") == template
+
+
+@pytest.mark.parametrize("template", ["{% for m in messages %}{{ m.content[0].text }}</s>{% endfor %}", None])
+def test_chats_begin_as_the_processor_begins_them(template: str | None, tmp_path: Path) -> None:
+    """Templates of LLaVA leave the token that begins a text to the tokenizer, which their processors let add it."""
+    tokenizer = tokenizer_with("<s>", "</s>", "<image>")
+    tokenizer.bos_token = "<s>"
+    begin = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tokenizer.bos_token_id)])
+    tokenizer._tokenizer.post_processor = begin
+    tokenizer.chat_template = (
+        template or "{{ bos_token }}{% for m in messages %}{{ m.content[0].text }}</s>{% endfor %}"
+    )
+    config = tiny_config("llava", "llava", image_token_index=tokenizer.convert_tokens_to_ids("<image>"))
+    images = transformers.CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    settings = {"patch_size": 4, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+    processor = transformers.LlavaProcessor(images, tokenizer, **settings, chat_template=tokenizer.chat_template)
+    vision_of(tmp_path, config, processor)
+    messages = [{"role": role, "content": [{"type": "text", "text": "a"}]} for role in ("user", "assistant")]
+    expected = processor.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"][0]
+    chat = build_chat_template(None, tokenizer)
+    text = chat.render(messages, "row", prompt=False)
+    assert tokenizer(text, add_special_tokens=False)["input_ids"] == expected
+    chat.adopt()
+    assert ("bos_token" in str(tokenizer.chat_template)) == (template is None)

@@ -125,6 +125,14 @@ def test_pick_a_pic_in_several_files(tmp_path: Path) -> None:
     assert "1.parquet, row 2" in data.describe(2)
 
 
+@pytest.mark.parametrize("label_key", [None, "label_1"])
+def test_pick_a_pic_without_its_labels_is_refused(tmp_path: Path, label_key: str | None) -> None:
+    """Of every second pair the worse image was learned; by the label of the other column, of every pair."""
+    path = write_parquet(tmp_path / "0.parquet", [1.0, 0.0])
+    keys = {**PICK_A_PIC, "label_key": label_key}
+    assert "set data.label_key label_0" in refusal(lambda: open_pairs(path, **keys))
+
+
 def test_labels_of_json_lines(tmp_path: Path) -> None:
     def row(index: int, **label: Any) -> dict[str, Any]:
         return {"prompt": "x", "chosen": f"{index}a.png", "rejected": f"{index}b.png", **label}

@@ -154,34 +154,6 @@ def test_parquet_names_the_broken_row(tmp_path):
     assert refusal(data.caption, 2).startswith(f"{path}, row 3: column 'text'")
 
 
-def test_folder_with_metadata(tmp_path, monkeypatch):
-    picture(1).save(tmp_path / "a.png")
-    picture(2).save(tmp_path / "not listed.png")
-    write_jsonl(tmp_path / "metadata.jsonl", [{"file_name": "a.png", "text": "a cat"}])
-    monkeypatch.chdir(tmp_path.parent)
-    for folder in (tmp_path, tmp_path.name):
-        data = open_images(folder)
-        assert (len(data), data.caption(0)) == (1, "a cat")
-        assert torch.equal(data.pixels(0), array(picture(1)))
-
-
-def test_folder_with_captions_beside_the_images(tmp_path, monkeypatch):
-    (tmp_path / "more").mkdir()
-    for name in ("b.png", "a.JPG", "more/c.webp"):
-        path = tmp_path / name
-        picture(1).save(path, quality=100)
-        path.with_suffix(".txt").write_text(f" caption of {name}\n")
-    (tmp_path / "note.md").write_text("no image")
-    monkeypatch.chdir(tmp_path.parent)
-    for folder in (tmp_path, tmp_path.name):
-        data = open_images(folder)
-        assert [data.caption(i) for i in range(len(data))] == [
-            f"caption of {n}" for n in ("a.JPG", "b.png", "more/c.webp")
-        ]
-        assert torch.equal(data.pixels(1), array(picture(1)))
-        data.pixels(0), data.pixels(2)
-
-
 def test_a_source_that_is_missing_or_empty_is_named(tmp_path):
     assert "data.train_path: file not found" in refusal(open_images, tmp_path / "none.jsonl")
     (tmp_path / "empty").mkdir()
@@ -278,36 +250,6 @@ def test_a_broken_first_row_of_a_folder_is_a_row_like_any_other(tmp_path):
 def one_pixel_row(tmp_path, blob, name="a.png", **options):
     (tmp_path / name).write_bytes(blob)
     return open_images(write_jsonl(tmp_path / "data.jsonl", [{"image": name, "text": "x"}]), **options).pixels(0)
-
-
-def test_exif_rotation_is_applied(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: show it rotated by 90 degrees clockwise
-    upright = picture(0, 10, 12)
-    stored = upright.transpose(Image.Transpose.ROTATE_90)
-    pixels = one_pixel_row(tmp_path, encoded(stored, "PNG", exif=exif))
-    assert stored.size == (10, 12) and torch.equal(pixels, array(upright))
-
-
-def test_grayscale_palette_and_alpha_become_rgb(tmp_path):
-    gray = picture(0).convert("L")
-    assert torch.equal(one_pixel_row(tmp_path, encoded(gray)), array(gray.convert("RGB")))
-    palette = picture(0).convert("P", palette=Image.Palette.ADAPTIVE, colors=8)
-    pixels = one_pixel_row(tmp_path, encoded(palette))
-    assert torch.equal(pixels, array(palette.convert("RGB"))) and len(pixels.flatten(1).unique(dim=1).T) == 8
-    opaque = picture(0)
-    with_alpha = opaque.copy()
-    with_alpha.putalpha(255)
-    assert torch.equal(one_pixel_row(tmp_path, encoded(with_alpha)), array(opaque))
-    black_and_white = gray.convert("1")
-    assert set(one_pixel_row(tmp_path, encoded(black_and_white)).unique().tolist()) == {0, 255}
-
-
-def test_sixteen_bits_are_scaled_to_eight(tmp_path):
-    deep = (np.arange(120, dtype=np.uint16) * 546).reshape(10, 12)
-    pixels = one_pixel_row(tmp_path, encoded(Image.fromarray(deep)))
-    np.testing.assert_array_equal(pixels[0].numpy(), deep >> 8)
-    assert torch.equal(pixels[0], pixels[2])
 
 
 def halves(height, width):

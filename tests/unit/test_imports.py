@@ -148,17 +148,8 @@ def test_rooms_that_all_modalities_share_know_the_configuration_of_none():
             assert not imported_configs & TASK_CONFIGS, f"{relative(path)} imports {imported_configs & TASK_CONFIGS}"
 
 
-def test_the_runtime_loads_no_modality():
-    """As the contract says, when it is imported; words in its source give away what an import would not."""
-    runtime_modules = [".".join(module_of(path)) for path in LIBRARY if module_of(path)[1:2] == ("runtime",)]
-    loaded = [
-        name
-        for name in loaded_after(f"import {', '.join(runtime_modules)}")
-        if name.startswith(("sfumato", "diffusers"))
-    ]
-    assert {"sfumato.models.policies", "sfumato.rollout.batch", *runtime_modules} <= set(loaded)
-    models = {name for name in loaded if name.startswith(("sfumato.models.", "sfumato.data", "diffusers"))}
-    assert models == {"sfumato.models.policies", "sfumato.models.exportable"}
+def test_the_source_of_the_runtime_names_no_modality():
+    """What it imports is the contract's business; words give away what an import would not."""
     words = ("velocity", "latent", "diffusion", "picture", "image of")
     for path in (ROOT / "sfumato/runtime").rglob("*.py"):
         results = [word for word in words if word in path.read_text(encoding="utf-8")]
@@ -237,19 +228,19 @@ def test_files_are_small_enough_to_be_read():
 
 
 MOST_LINES = {
-    "rl_diffusion": 29_750,
-    "rl_diffusion_direct": 28_850,
-    "rl_diffusion_forward": 29_300,
-    "rl_text": 29_550,
-    "train_autoencoder": 21_300,
-    "train_dit": 24_450,
-    "train_dit_dpo": 25_750,
-    "train_image_tokenizer": 27_200,
-    "train_omni": 37_550,
-    "train_text": 27_900,
-    "train_text_dpo": 27_650,
-    "train_text_kto": 27_800,
-    "train_text_reward": 27_350,
+    "rl_diffusion": 29_950,
+    "rl_diffusion_direct": 29_050,
+    "rl_diffusion_forward": 29_450,
+    "rl_text": 29_650,
+    "train_autoencoder": 21_500,
+    "train_dit": 24_600,
+    "train_dit_dpo": 25_900,
+    "train_image_tokenizer": 27_450,
+    "train_omni": 37_750,
+    "train_text": 28_000,
+    "train_text_dpo": 27_800,
+    "train_text_kto": 27_950,
+    "train_text_reward": 27_450,
 }
 """Lines of the library and the task that importing a task may load: what every run of it needs. What a run may switch
 on is imported where that is chosen, when its parts are built."""

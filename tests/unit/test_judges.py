@@ -277,6 +277,7 @@ def test_a_template_can_neither_reach_into_python_nor_change_a_row():
         ("Score: 7", 7.0), ("score : 7.5.", 7.5), ("**Score:** 8/10", 8.0), ("Score: [3]", 3.0), ("SCORE: 10", 10.0),
         ("Score: 2\nOn reflection\n**Score**: 9 out of 10", 9.0), ("Score: 4\n- 2 flaws", 4.0),
         ("Score: 1, since", 1.0),
+        ("Score: 7 to 8", None), ("Score: 7 or 8", None), ("Score: 6 1/2", None), ("Score\uff1a7", 7),
         ("Score: 7-8", None), ("Score: 70%", None), ("Score: 11", None), ("Score: -1", None), ("Score: 0", None),
         ("Score: 4/5", None), ("Score: high", None), ("Score 7", None), ("7", None), ("", None), ("Score: 7,5", None),
         ("Score: 7\nFinal Score: none", None), ("Score: 1.2.3", None), ("Score: nan", None), ("Score: ٣٣", None),
@@ -298,6 +299,8 @@ def test_numbers_after_a_marker(text, number):
         ("Answer: 1", 1.0), ("so the answer: **2**", 0.0), ("Answer: tie.", 0.5), ("**Answer:** Image 2", 0.0),
         ("<answer>Image 1 is better</answer>", 1.0), ("Answer: 1\nNo. Answer: 2", 0.0), ("Answer: Tie", 0.5),
         ("Answer: 12", None), ("Answer: 1.5", None), ("Answer: both", None), ("1", None), ("", None),
+        ("Answer: 1 or 2", None), ("Answer: 1/2", None), ("Answer: Image 1 and Image 2", None), ("Answer: 1, 2", None),
+        ("Answer: 1, for 2 is blurred", 1.0),
         ("Answer: 1\nAnswer: neither", None), ("Answer: ties", None),
     ],
 )  # fmt: skip

@@ -75,7 +75,7 @@ def started(monkeypatch):
     """Calls ``sfumato launch`` in this process and returns the command that it becomes, without Python itself."""
     for name in ("NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NPROC_PER_NODE"):
         monkeypatch.delenv(name, raising=False)
-    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+    for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", str(Path.cwd()))  # else launch adds it for the task
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -132,17 +132,16 @@ def test_a_missing_task_is_named():
     assert USAGE in done.stderr
 
 
-def test_a_task_that_is_left_out_is_named_with_the_whole_command(folder):
-    done = launch(folder / "dit.yaml")
-    assert done.returncode == 2 and "SyntaxError" not in done.stderr
-    assert f"the task is missing before it: sfumato launch tasks/train_dit.py {folder / 'dit.yaml'}" in done.stderr
+def test_a_task_that_is_left_out_is_named_with_the_whole_command(folder, started, capsys):
+    assert started(folder / "dit.yaml") == []
+    command = f"sfumato launch tasks/train_dit.py {folder / 'dit.yaml'}"
+    assert f"the task is missing before it: {command}" in capsys.readouterr().err
 
 
-def test_a_configuration_of_another_task_is_named_with_its_command(folder):
-    done = launch("train_text", folder / "rl.yaml", "--train.max_steps", "3")
+def test_a_configuration_of_another_task_is_named_with_its_command(folder, started, capsys):
+    assert started("train_text", folder / "rl.yaml", "--train.max_steps", "3") == []
     command = f"sfumato launch tasks/rl_diffusion.py {folder / 'rl.yaml'}"
-    assert done.returncode == 2
-    assert done.stderr == f"error: {folder / 'rl.yaml'} is a configuration of another task: {command}\n"
+    assert capsys.readouterr().err == f"error: {folder / 'rl.yaml'} is a configuration of another task: {command}\n"
 
 
 def test_an_environment_without_packages_is_named_with_what_installs_them(tmp_path):
@@ -239,6 +238,7 @@ def test_gpus_of_amd_count_too(echo, tmp_path, started):
     path = program(tmp_path, "rocm-smi", ["device,GUID", "card0,1", "card1,2", "card2,3"])
     assert started_ranks(started(echo, "c.yaml", PATH=path)) == 3
     assert started_ranks(started(echo, "c.yaml", PATH=path, HIP_VISIBLE_DEVICES="0,1", CUDA_VISIBLE_DEVICES="0")) == 2
+    assert started_ranks(started(echo, "c.yaml", PATH=path, ROCR_VISIBLE_DEVICES="1,2")) == 2
 
 
 def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, started):
@@ -253,6 +253,9 @@ def test_a_visible_gpu_without_a_driver_is_none(echo, tmp_path, started):
         ("runtime: {backend: ray, address: auto}\n", [], True),
         ("a: 1\n", ["--runtime.backend", "ray"], True),
         ("a: 1\n", ["--runtime.backend=ray"], True),
+        ("runtime:\n  backend : 'ray'\n", [], True),
+        ("a: 1\n", ["--runtime", "{backend: ray}"], True),
+        ("runtime:\n  backend: ray\n", ["--runtime.backend", "in_process"], False),
         ("runtime: {backend: in_process}  # backend: ray\n", [], False),
         ("data: {backend: rays}\n", [], False),
     ],
@@ -374,8 +377,6 @@ def read_first(*arguments):
     ("task", "arguments", "code"),
     [
         ("rl_diffusion", ["--help"], 0),
-        ("rl_diffusion", ["configs/quickstart/rl.yaml"], 0),
-        ("rl_diffusion", ["configs/quickstart/rl.yaml", "--train.sead", "1"], 2),
         ("rl_diffusion_forward", ["configs/quickstart/algorithms/diffusion_nft.yaml"], 0),
         ("train_text", ["configs/quickstart/text_sft.yaml", "--train.sead", "1"], 2),
     ],
@@ -403,11 +404,10 @@ def test_a_class_of_your_own_beside_the_task_is_found_and_may_use_torch(tmp_path
         "@dataclass(frozen=True, kw_only=True)\nclass Beside(Reward):\n    size: int = SIZE\n"
         "    def score(self, samples):\n        return [0.0] * len(samples)\n"
     )
-    arguments = [tmp_path / "task.py", folder / "rl.yaml", "--reward.rewards.0.type", "beside:Beside"]
-    done, loaded = read_first(*arguments)
-    assert done.returncode == 0 and "torch" in loaded, done.stderr
-    done, _ = read_first(*arguments, "--reward.rewards.0.size", "big")
-    assert done.returncode == 2 and "error: --reward.rewards.0.size: " in done.stderr
+    mistake = ["--reward.rewards.0.type", "beside:Beside", "--reward.rewards.0.size", "big"]
+    done, loaded = read_first(tmp_path / "task.py", folder / "rl.yaml", *mistake)
+    assert done.returncode == 2 and "torch" in loaded, done.stderr
+    assert "error: --reward.rewards.0.size: Input should be a valid integer" in done.stderr
 
 
 def test_several_processes_give_one_message(folder):

@@ -56,7 +56,7 @@ def ended(tmp_path: Path, script: str) -> tuple[int, str]:
     return Started(tmp_path, script).end()
 
 
-@pytest.mark.parametrize("code", [2, 3, 4, 5, 6, 7, 8, 130, 143])
+@pytest.mark.parametrize("code", [2, 143])
 def test_what_both_say_is_said_once_and_the_code_comes_through(tmp_path, code):
     assert ended(tmp_path, f"end({code}, 'error: a mistake')") == (code, "error: a mistake\n")
 
@@ -197,6 +197,14 @@ end(8, "stopped: rank 0 has waited", "hang", "Traceback of rank 0")
     )
     assert "stacks of rank 1:" in said and "in deadlock" in said
     assert (tmp_path / "log.txt").read_text() == "so far\n" + said
+
+
+@pytest.mark.parametrize("code", [2, 3, 4, 5, 6, 7, 8, 130, 143])
+def test_every_exit_code_is_that_of_the_run(code):
+    assert verdict([End(rank, code, "error: a mistake", at=1.0 + rank) for rank in (0, 1)]) == (
+        code,
+        "error: a mistake",
+    )
 
 
 def test_of_several_causes_the_first_counts():

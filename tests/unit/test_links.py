@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sfumato.config.writing import make_new_folder, open_lock, open_new, remove, replace_file
+from sfumato.config.writing import make_new_folder, open_lock, remove
 from sfumato.data.files.row_store import RowStore, RowWriter
 from sfumato.data.files.stored import open_cache_lock
 from sfumato.errors import CheckpointError, DataError
@@ -50,19 +50,6 @@ def test_new_folders_replace_links_and_do_not_follow_them(tmp_path: Path, privat
     assert is_untouched(private) and [path.name for path in tmp_path.iterdir()] == ["private"]
 
 
-def test_a_file_that_fails_halfway_leaves_the_old_one(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"old")
-
-    def write() -> None:
-        with replace_file(tmp_path / "a") as file:
-            file.write(b"half")
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write()
-    assert [path.name for path in tmp_path.iterdir()] == ["a"] and (tmp_path / "a").read_bytes() == b"old"
-
-
 @pytest.mark.parametrize("make", [lambda path, key: path.symlink_to(key), lambda path, _: os.mkfifo(path)])
 def test_locks_that_are_links_or_pipes_are_refused(
     tmp_path: Path, private: Path, make: Callable[[Path, Path], None]
@@ -73,13 +60,6 @@ def test_locks_that_are_links_or_pipes_are_refused(
         open_lock(tmp_path / "lock")
     with pytest.raises(DataError, match=r"lock: .*remove it"):
         open_cache_lock(tmp_path / "lock")
-    assert is_untouched(private)
-
-
-def test_a_new_file_is_not_a_link(tmp_path: Path, private: Path) -> None:
-    (tmp_path / "a").symlink_to(private / "further")
-    with pytest.raises(FileExistsError):
-        open_new(tmp_path / "a")
     assert is_untouched(private)
 
 

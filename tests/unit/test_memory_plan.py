@@ -137,10 +137,9 @@ def test_compiled_blocks_keep_what_is_predicted(tmp_path: Path, kind: str) -> No
 def test_compiled_blocks_are_counted_where_others_do_not_fit(tmp_path: Path) -> None:
     config = tiny_text_config(tmp_path, train={"device": "cuda", "mixed_precision": "bf16", "max_steps": 1})
     parsed = load_config(TrainTextConfig, overrides=config)
-    plenty, none = (check_model(parsed, Layout(), True, limit) for limit in (2**40, None))
+    plenty = check_model(parsed, Layout(), True, 2**40)
     little = check_model(parsed, Layout(), True, needed_bytes(plenty.largest, True) - 1)
-    assert plenty.counts_uncompiled and none.counts_uncompiled and not little.counts_uncompiled
-    assert plenty.largest.parts == none.largest.parts
+    assert plenty.counts_uncompiled and not little.counts_uncompiled
     assert not little.advice, "compiled blocks fit"
     assert little.largest.parts["activations of blocks"] < plenty.largest.parts["activations of blocks"]
     recomputed = merge(config, {"train": {"activation_checkpointing": "full"}})

@@ -200,6 +200,21 @@ def test_a_folder_of_shards_is_read_as_one_table(tmp_path: Path, ending: str) ->
     assert [int(dataset.pixels(index)[0, 0, 0]) for index in range(2)] == [0, 1]
 
 
+def test_tables_beside_shards_of_img2dataset_are_not_read(tmp_path: Path) -> None:
+    """They list the addresses that pictures were loaded from, and how many could not be."""
+    with tarfile.open(tmp_path / "00000.tar", "w") as shard:
+        for name, blob in (("000000000.jpg", content()), ("000000000.txt", b"a cat")):
+            info = tarfile.TarInfo(name)
+            info.size = len(blob)
+            shard.addfile(info, io.BytesIO(blob))
+    pyarrow.parquet.write_table(pyarrow.table({"url": ["u"], "caption": ["a cat"]}), tmp_path / "00000.parquet")
+    (tmp_path / "00000_stats.json").write_text("{}")
+    dataset = opened(tmp_path, said := [], image_key="jpg", text_key="txt")
+    assert [dataset.caption(index) for index in range(len(dataset))] == ["a cat"]
+    (left_out,) = said
+    assert "00000.parquet, 00000_stats.json" in left_out
+
+
 def test_a_run_among_the_data_is_no_data(tmp_path: Path) -> None:
     """Of pictures, and of a table of rows: a resume would else read what the run has drawn and written."""
     (tmp_path / "a.png").write_bytes(content())

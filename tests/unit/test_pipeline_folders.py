@@ -343,3 +343,11 @@ def test_autoencoders_of_other_classes_are_not_trained(name: str) -> None:
     class_name = type(pipeline.components["vae"]).__name__
     with pytest.raises(ConfigError, match=f"AutoencoderKL alone is trained here, and the vae of .* is a {class_name}"):
         image_autoencoder(pipeline)
+
+
+def test_an_autoencoder_with_means_of_its_latents_is_not_trained(folders) -> None:
+    """They would go on scaling the latents of the trained one."""
+    pipeline = diffusers.StableDiffusionPipeline.from_pretrained(folders["stable_diffusion"])
+    pipeline.vae.register_to_config(latents_mean=[0.1] * 4, latents_std=[2.0] * 4)
+    with pytest.raises(ConfigError, match=r"latents_mean and latents_std .* set both to null"):
+        image_autoencoder(pipeline)

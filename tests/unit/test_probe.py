@@ -135,8 +135,8 @@ class Remembering(LlamaForCausalLM):
         return super().forward(inputs_embeds=embeddings, position_ids=position_ids, **kwargs)
 
 
-@pytest.fixture(autouse=True, params=[True, False], ids=["copy", "no copy"])
-def _has_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=[True, False], ids=["copy", "no copy"])
+def with_and_without_copy(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether transformers' module is built beside the model as the reference: a large model is its own."""
     if not request.param:
         monkeypatch.setattr("sfumato.models.language.probe.LARGEST_COPY", 0)
@@ -173,6 +173,7 @@ def look(
 WAYS = [{}, {"chunked_loss": True}, {"mixed_precision": "bf16"}, {"dyn_bsz": False, "rmpad_with_pos_ids": False}]
 
 
+@pytest.mark.usefixtures("with_and_without_copy")
 @pytest.mark.parametrize("train", WAYS)
 def test_what_is_right_is_left_as_it_is(train: dict) -> None:
     model, said = look(Plain, **train)
@@ -233,6 +234,7 @@ def test_kernels_that_add_in_any_order_are_not_taken_for_a_leak() -> None:
     assert model.plain.passes > 4 and not messages
 
 
+@pytest.mark.usefixtures("with_and_without_copy")
 def test_documents_that_leak_get_rows_of_their_own() -> None:
     model, said = look(Leaking)
     assert model.row_layout.rows == "documents" and len(said) == 1
@@ -273,6 +275,7 @@ def test_a_leak_is_noticed_in_bf16() -> None:
     assert look(Leaking, mixed_precision="bf16")[0].row_layout.rows == "documents"
 
 
+@pytest.mark.usefixtures("with_and_without_copy")
 def test_a_model_that_looks_ahead_is_refused() -> None:
     with pytest.raises(ConfigError, match="a token notices what comes after it"):
         look(Foresighted)
@@ -296,11 +299,13 @@ def test_noise_is_refused() -> None:
         look(Jittering)
 
 
+@pytest.mark.usefixtures("with_and_without_copy")
 def test_positions_that_depend_on_the_row_get_rows_of_one_length() -> None:
     model, said = look(Stretched)
     assert model.row_layout.rows == "documents" and model.row_layout.same_length and len(said) == 1
 
 
+@pytest.mark.usefixtures("with_and_without_copy")
 def test_what_is_kept_is_refused() -> None:
     with pytest.raises(ConfigError, match="is not trained as transformers would"):
         look(Remembering)

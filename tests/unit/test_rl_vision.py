@@ -71,6 +71,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_task_here("rl_text", config, with_report=True)
 
 
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, list[TextPrompt]]:
+    """A policy whose weights stay as they are, and the prompts of its run."""
+    return loaded(tmp_path_factory.mktemp("seen"))
+
+
 def by_transformers(model: Any, sequence: TokenSequence) -> torch.Tensor:
     """Log-probabilities of the drawn tokens by transformers' own module, alone, which counts positions itself."""
     tokens, before = torch.from_numpy(sequence.token_ids.astype(np.int64))[None], sequence.token_ids[:-1]
@@ -115,8 +121,8 @@ def test_drawn_tokens_have_the_log_probs_of_transformers(kind: str, tmp_path: Pa
                 parameter.add_(torch.randn_like(parameter), alpha=0.02)
 
 
-def test_what_an_image_shows_changes_what_is_drawn(tmp_path: Path) -> None:
-    model, prompts = loaded(tmp_path)
+def test_what_an_image_shows_changes_what_is_drawn(seen: tuple[Any, list[TextPrompt]]) -> None:
+    model, prompts = seen
     prompt, other = prompts[1], images_of([picture(24, 24, seed=99)], prompts[1].images.shapes, "other")
     assert prompt.images is not None and prompt.images.find() != other.find()
     changed = TextPrompt(prompt.token_ids, prompt.text, prompt.messages, images=other)
@@ -126,25 +132,25 @@ def test_what_an_image_shows_changes_what_is_drawn(tmp_path: Path) -> None:
     assert torch.allclose(torch.from_numpy(second[0].log_probs[second[0].drawn]), one, atol=1e-5)
 
 
-def test_a_prompt_is_encoded_once_for_its_group(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, prompts = loaded(tmp_path)
+def test_a_prompt_is_encoded_once_for_its_group(seen: tuple[Any, list[TextPrompt]]) -> None:
+    model, prompts = seen
     draw(model, prompts[1:2])
-    seen: list[int] = []
+    counts: list[int] = []
     model.plain.model.visual.register_forward_pre_hook(
-        lambda _module, args, kwargs: seen.append(len(kwargs["grid_thw"])), with_kwargs=True
+        lambda _module, args, kwargs: counts.append(len(kwargs["grid_thw"])), with_kwargs=True
     )
     engine = EmbeddedEngine(model.module, max_length=200, vision=model.vision)
     engine._prepared()
-    seen.clear()
+    counts.clear()
     requests = [
         GenerationRequest(prompt.token_ids, seed, 4, images=prompt.images) for seed in range(4) for prompt in prompts
     ]
     complete(engine, requests, Sampling())
-    assert sum(seen) == sum(len(prompt.images.shapes) for prompt in prompts if prompt.images is not None)
+    assert sum(counts) == sum(len(prompt.images.shapes) for prompt in prompts if prompt.images is not None)
 
 
-def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path) -> None:
-    model, prompts = loaded(tmp_path)
+def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(seen: tuple[Any, list[TextPrompt]]) -> None:
+    model, prompts = seen
     prompt_ids = prompts[1].token_ids
     tokens = [*prompt_ids, 70, 71, IMAGE_TOKEN]
     drawn = np.arange(len(tokens)) >= len(prompt_ids)
@@ -157,16 +163,7 @@ def test_a_drawn_image_token_ends_the_answer_and_is_learned_from(tmp_path: Path)
     assert labels[labels != -100].tolist() == [70, 71, IMAGE_TOKEN]
     assert int((batch.input_ids == IMAGE_TOKEN).sum()) == prompt_ids.count(IMAGE_TOKEN) > 0
     actual = model.token_log_probs([batch])[0][batch.loss_mask]
-    before = token_sequence.token_ids[:-1]
-    ids = torch.from_numpy(before.astype(np.int64))[None]
-    with torch.no_grad():
-        plain = copy.deepcopy(model.plain).eval()
-        plain.set_attn_implementation("eager")
-        logits = plain(
-            input_ids=ids, use_cache=False, **model.single_document_inputs(before, token_sequence.images)
-        ).logits[0, -3:]
-    expected = logits.log_softmax(-1)[torch.arange(3), torch.tensor([70, 71, IMAGE_TOKEN])]
-    assert torch.allclose(actual, expected, atol=1e-5)
+    assert torch.allclose(actual, by_transformers(model, token_sequence), atol=1e-5)
 
 
 def test_a_run_is_on_policy_and_its_report_shows_the_images(run: Path) -> None:

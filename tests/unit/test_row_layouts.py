@@ -73,6 +73,10 @@ ANSWERS = {
         ],
     ),
     "TRL prompt and completion": ({"prompt": "Add.", "completion": "3"}, [user("Add."), assistant("3")]),
+    "a prompt that begins with a bracket": (
+        {"prompt": "[3, 1]: sort it.", "completion": "[1, 3]"},
+        [user("[3, 1]: sort it."), assistant("[1, 3]")],
+    ),
     "TRL conversational prompt and completion": (
         {"prompt": HISTORY, "completion": [assistant("3")]},
         [user("hi"), assistant("yes?", loss_mask=0), HISTORY[2], assistant("3")],
@@ -140,6 +144,11 @@ LABELLED = {
     "LLaMA-Factory Alpaca": {"instruction": "q", "input": "", "output": "a", "kto_tag": False},
     "LLaMA-Factory ShareGPT": {"messages": [user("q"), assistant("a")], "kto_tag": False},
     "TRL conversational": {"prompt": [user("q")], "completion": [assistant("a")], "label": False},
+    "TRL conversational in a .csv": {
+        "prompt": json.dumps([user("q")]),
+        "completion": json.dumps([assistant("a")]),
+        "label": False,
+    },
 }
 
 

@@ -8,6 +8,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import types
 from pathlib import Path
 
 import pytest
@@ -16,17 +18,18 @@ import torch
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
-from sfumato.errors import RoleLostError, StoppedError
+from sfumato.errors import NonFiniteError, PreemptedError, RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.alerts import Alert
 from sfumato.tracking.atomic_folders import list_checkpoints
-from sfumato.tracking.exit import Ending
+from sfumato.tracking.exit import Ending, ending_of
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
-from sfumato.tracking.task import report_ending, run_again_when_lost
+from sfumato.tracking.task import after_requeue, report_ending, run_again_when_lost
+from sfumato.tracking.trackers import Trackers
 from tests.tiny import tiny_dit_config, tiny_rl_config
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
@@ -371,6 +374,59 @@ def test_a_run_that_is_stopped_while_its_trackers_start_has_its_report(
         run.begin(10, 0, [])
     run.write_report(ending="stopped")
     run.alert(Alert("stopped", "the run was stopped"))
-    run.flush_alerts()
+    run.end_trackers(143)
     run.close()
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "restarts", "job", "goes_on_with"),
+    [
+        ("runs/a", "1", "17", "auto"),
+        ("new", "2", "17", "auto"),
+        ("runs/a", "0", "17", "runs/a"),
+        ("runs/a", "1", "18", "runs/a"),
+        (None, "1", "17", None),
+    ],
+)
+def test_a_job_that_slurm_queues_again_goes_on_with_its_own_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str | None, restarts: str, job: str, goes_on_with: str
+) -> None:
+    """It went back to the named checkpoint each time, or with ``new`` to the first step."""
+    monkeypatch.setenv("SLURM_JOB_ID", "17")
+    start(tmp_path).begin(10, 0, [])
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    config = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path))
+    train = config.train.model_copy(update={"load_checkpoint_path": wanted})
+    assert after_requeue(config.model_copy(update={"train": train})).train.load_checkpoint_path == goes_on_with
+
+
+def test_trackers_are_told_how_a_run_ends_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task without ``with`` is ended by ``run_task``: wandb lost its last steps, mlflow showed the run as running."""
+    told: list[int] = []
+    tracker = types.SimpleNamespace(close=told.append, log=lambda *step: None)
+    monkeypatch.setattr("sfumato.tracking.run.build_trackers", lambda *arguments: [tracker])
+    for error in (PreemptedError("stopped by signal after step 3"), NonFiniteError("the loss is NaN")):
+        run = start(tmp_path, load_checkpoint_path="new")
+        run.begin(10, 0, [])
+        report_ending(ending_of(error))
+        run.close()
+    run = start(tmp_path, load_checkpoint_path="new")
+    run.begin(10, 0, [])
+    run.__exit__(NonFiniteError, NonFiniteError("the loss is NaN"), None)
+    run = start(tmp_path, load_checkpoint_path="new")
+    run.begin(10, 0, [])
+    run.finish()
+    assert told == [143, 4, 4, 0]
+
+
+def test_a_tracker_that_hangs_does_not_hold_the_end_of_a_failed_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sfumato.tracking.trackers.CLOSING_S", 0.05)
+    said: list[str] = []
+    hanging = types.SimpleNamespace(close=lambda exit_code: time.sleep(1.0))
+    trackers = Trackers([], said.append)
+    trackers.all = [hanging]  # pyright: ignore[reportAttributeAccessIssue]
+    started = time.monotonic()
+    trackers.close(4)
+    assert time.monotonic() - started < 0.9 and "not told the end" in said[0]

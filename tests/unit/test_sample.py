@@ -3,16 +3,23 @@
 import json
 import shutil
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from diffusers import StableDiffusion3Pipeline
+from diffusers.configuration_utils import FrozenDict
 from PIL import Image
+from safetensors.torch import load_file, save_file
 
 from sfumato.cli import main
 from sfumato.config.load import merge
 from sfumato.errors import ConfigError
-from sfumato.evaluation.pictures import PictureModel, read_prompts_file
+from sfumato.evaluation.options import GenerationOptions
+from sfumato.evaluation.pictures import PictureModel, default_settings, read_prompts_file
 from sfumato.evaluation.samples_folder import NamedSample, SamplesFolder
+from sfumato.models.diffusion.adapter_files import ADAPTER_FILE, load_from_diffusers
+from sfumato.models.diffusion.load import find_families
 from sfumato.rewards.base import Sample
 from sfumato.rollout.engines.embedded import engine
 from sfumato.tracking.samples import read_samples, step_folder
@@ -259,3 +266,67 @@ def test_an_interruption_leaves_what_was_finished(rl_run, tmp_path, monkeypatch,
 def test_prompts_of_a_file_without_a_name_are_an_error_of_the_option(name):
     with pytest.raises(ConfigError, match=f"--prompts '{name}'"):
         read_prompts_file(name, None, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "other"), [("attn.to_q", "attn.to_query"), ("transformer.", ""), (".lora_A", ".alpha")]
+)
+def test_adapters_that_the_model_has_no_place_for_are_refused(rl_run, tmp_path, name, other):
+    """They were left out without a word, or ended in a traceback."""
+    stored = load_file(rl_run / "hf_ckpt" / ADAPTER_FILE)
+    (tmp_path / "adapter").mkdir()
+    save_file(
+        {key.replace(name, other, 1): value for key, value in stored.items()}, tmp_path / "adapter" / ADAPTER_FILE
+    )
+    model = StableDiffusion3Pipeline.from_pretrained(rl_run.parent / "pipeline")
+    with pytest.raises(ConfigError, match=r"cannot be loaded into this StableDiffusion3Pipeline: .*Give the model"):
+        load_from_diffusers(model, tmp_path / "adapter")
+
+
+OWN_GUIDANCE = [
+    ("StableDiffusion3Pipeline", {}, 7.0),
+    ("QwenImagePipeline", {}, 4.0),
+    ("FluxPipeline", {"guidance_embeds": True}, 3.5),
+    ("FluxPipeline", {"guidance_embeds": False}, 1.0),
+    ("Flux2KleinPipeline", {"is_distilled": False}, 4.0),
+    ("Flux2KleinPipeline", {"is_distilled": True}, 1.0),
+    ("Krea2Pipeline", {"is_distilled": False}, 5.5),
+    ("Krea2Pipeline", {"is_distilled": True}, 1.0),
+    ("ZImagePipeline", {}, 6.0),
+    ("Ideogram4Pipeline", {}, 7.0),
+    ("HunyuanVideo15Pipeline", {}, 6.0),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "scale"), OWN_GUIDANCE)
+def test_folders_are_drawn_with_the_guidance_of_their_pipeline(name, settings, scale):
+    family = find_families()[name]
+    model = object.__new__(family)
+    model.pipeline = object.__new__(family.pipeline_type())
+    model.pipeline.register_to_config(**settings)
+    model.pipeline.guider = SimpleNamespace(guidance_scale=6.0) if name.startswith("Hunyuan") else None
+    model.pipeline.transformer = SimpleNamespace(config=SimpleNamespace(**settings))
+    assert model.default_guidance == scale
+
+
+@pytest.mark.parametrize(
+    ("name", "denoiser", "size", "frames", "tokens"),
+    [
+        ("StableDiffusionPipeline", {"sample_size": 96}, (768, 768), 1, 256),
+        ("CogVideoXPipeline", {"sample_height": 60, "sample_width": 90, "sample_frames": 49}, (480, 720), 49, 226),
+        ("FluxPipeline", {"guidance_embeds": True}, (1024, 1024), 1, 512),
+        ("WanPipeline", {}, (480, 832), 81, 512),
+    ],
+)
+def test_folders_are_drawn_in_the_size_of_their_pipeline(name, denoiser, size, frames, tokens):
+    family = find_families()[name]
+    model = object.__new__(family)
+    model.pipeline = object.__new__(family.pipeline_type())
+    model.pipeline.guider = None
+    model.pipeline.vae_scale_factor = 8
+    if name == "FluxPipeline":
+        model.pipeline.default_sample_size = 128
+    setattr(model.pipeline, family.denoiser_name, SimpleNamespace(config=FrozenDict(denoiser)))
+    settings = default_settings(model, GenerationOptions())
+    assert (settings.height, settings.width, settings.num_frames) == (*size, frames)
+    assert family.prompt_length(None) == tokens

@@ -30,40 +30,41 @@ def test_the_host_of_a_header(header, host):
     assert host_of(header) == host
 
 
-@pytest.mark.parametrize(
-    ("headers", "status"),
-    [
-        ({"Host": "127.0.0.1:{port}"}, 200),
-        ({"Host": "localhost"}, 200),
-        ({"Host": "LOCALHOST.:{port}"}, 200),
-        ({"Host": "[::1]:{port}"}, 200),
-        ({"Host": socket.gethostname()}, 200),
-        ({"Host": "scores.example"}, 200),
-        ({"Host": "10.1.2.3:{port}"}, 200),
-        ({"Host": "evil.example"}, 421),
-        ({"Host": "localhost.evil.example"}, 421),
-        ({"Host": "evil.example@localhost"}, 421),
-        ({"Host": "10.1.2.4"}, 421),
-        ({"Host": "0.0.0.0"}, 421),
-        ({"Host": "2130706433"}, 421),
-        ({"Host": "127.0.0.1.nip.io"}, 421),
-        ({"Host": ""}, 421),
-        ({"Host": "localhost", "Origin": "http://localhost"}, 403),
-        ({"Host": "localhost", "Origin": "null"}, 403),
-        ({"Host": "localhost", "Sec-Fetch-Site": "cross-site"}, 403),
-        ({"Host": "localhost", "Sec-Fetch-Site": "same-site"}, 403),
-        ({"Host": "localhost", "Sec-Fetch-Site": "none"}, 200),
-    ],
-    ids=str,
-)
-def test_requests_for_other_hosts_and_of_web_pages_are_refused(headers, status):
-    async def ask(port):
-        lines = "".join(f"{name}: {value.format(port=port)}\r\n" for name, value in headers.items())
-        return await exchange(port, f"GET / HTTP/1.1\r\n{lines}\r\n".encode())
+HOSTS = [  # headers, and the status of the answer
+    ({"Host": "127.0.0.1:{port}"}, 200),
+    ({"Host": "localhost"}, 200),
+    ({"Host": "LOCALHOST.:{port}"}, 200),
+    ({"Host": "[::1]:{port}"}, 200),
+    ({"Host": socket.gethostname()}, 200),
+    ({"Host": "scores.example"}, 200),
+    ({"Host": "10.1.2.3:{port}"}, 200),
+    ({"Host": "evil.example"}, 421),
+    ({"Host": "localhost.evil.example"}, 421),
+    ({"Host": "evil.example@localhost"}, 421),
+    ({"Host": "10.1.2.4"}, 421),
+    ({"Host": "0.0.0.0"}, 421),
+    ({"Host": "2130706433"}, 421),
+    ({"Host": "127.0.0.1.nip.io"}, 421),
+    ({"Host": ""}, 421),
+    ({"Host": "localhost", "Origin": "http://localhost"}, 403),
+    ({"Host": "localhost", "Origin": "null"}, 403),
+    ({"Host": "localhost", "Sec-Fetch-Site": "cross-site"}, 403),
+    ({"Host": "localhost", "Sec-Fetch-Site": "same-site"}, 403),
+    ({"Host": "localhost", "Sec-Fetch-Site": "none"}, 200),
+]
 
-    answer = asyncio.run(served(RequestGuard(hello, ["scores.example", "10.1.2.3"], ": add it"), ask))
-    assert answer.startswith(f"HTTP/1.1 {status} ".encode())
-    assert (b": add it" in answer) == (status == 421)
+
+def test_requests_for_other_hosts_and_of_web_pages_are_refused():
+    async def ask(port):
+        requests = [
+            "".join(f"{name}: {value.format(port=port)}\r\n" for name, value in headers.items()) for headers, _ in HOSTS
+        ]
+        return [await exchange(port, f"GET / HTTP/1.1\r\n{lines}\r\n".encode()) for lines in requests]
+
+    answers = asyncio.run(served(RequestGuard(hello, ["scores.example", "10.1.2.3"], ": add it"), ask))
+    for (headers, status), answer in zip(HOSTS, answers, strict=True):
+        assert answer.startswith(f"HTTP/1.1 {status} ".encode()), headers
+        assert (b": add it" in answer) == (status == 421), headers
 
 
 async def hello(scope, receive, send):

@@ -65,34 +65,39 @@ def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_sounds_equal_those_of_the_diffusers_pipeline(built: Built) -> None:
-    pipeline = built.pipeline()
-    ids = list(range(len(built.row.prompts)))
-    start = keyed_normal(built.row.latent_shape, SEED, "latent", 0, ids)
+    pipeline, row = built.pipeline(), built.row
+    ids = list(range(len(row.prompts)))
+    start = keyed_normal(row.latent_shape, SEED, "latent", 0, ids)
+    conditioning = built.model.encode_prompts(row.prompts)
+    common: dict[str, Any] = {"size": sound_size(SECONDS), "num_steps": STEPS, "seed": SEED}
     drawn = []
-    for scale in built.row.scales:
-        common: dict[str, Any] = {
-            "size": sound_size(SECONDS),
-            "num_steps": STEPS,
-            "guidance_scale": scale,
-            "seed": SEED,
-        }
-        conditioning = built.model.encode_prompts(built.row.prompts)
+    for scale in row.scales:
         latents, _ = sample_trajectories(
-            built.model, conditioning, ids, dynamics=EulerODE(), trained_steps=(), iteration=0, **common
+            built.model,
+            conditioning,
+            ids,
+            dynamics=EulerODE(),
+            trained_steps=(),
+            iteration=0,
+            guidance_scale=scale,
+            **common,
         )
-        sounds = sample_images(built.model, conditioning, ids, micro_batch_size=8, **common)
-        for index, prompt in enumerate(built.row.prompts):
-            one = slice(index, index + 1)
-            expected = built.row.call(pipeline, [prompt], start[one], scale, "latent")
-            torch.testing.assert_close(latents[one], expected, atol=1e-4, rtol=1e-4)
-            waveform = built.row.call(pipeline, [prompt], start[one], scale, "np")[0]
-            assert isinstance(sounds[index], Waveform)
-            samples = sounds[index].samples
-            assert samples.shape == waveform.shape == (2, int(SECONDS * 8000))
-            assert samples.std() > 100, "silence proves nothing"
-            assert np.abs(samples - waveform * FULL_SCALE).max() <= 4
+        expected = [
+            row.call(pipeline, [prompt], start[index : index + 1], scale, "latent")
+            for index, prompt in enumerate(row.prompts)
+        ]
+        torch.testing.assert_close(latents, torch.cat(expected), atol=1e-4, rtol=1e-4)
         drawn.append(latents)
     assert len(drawn) == 1 or (drawn[0] - drawn[-1]).abs().max() > 2e-3, "guidance must matter"
+
+    scale = row.scales[-1]
+    sounds = sample_images(built.model, conditioning, ids, micro_batch_size=8, guidance_scale=scale, **common)
+    for index, (prompt, sound) in enumerate(zip(row.prompts, sounds, strict=True)):
+        waveform = row.call(pipeline, [prompt], start[index : index + 1], scale, "np")[0]
+        assert isinstance(sound, Waveform)
+        assert sound.samples.shape == waveform.shape == (2, int(SECONDS * 8000))
+        assert sound.samples.std() > 100, "silence proves nothing"
+        assert np.abs(sound.samples - waveform * FULL_SCALE).max() <= 4
 
 
 def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> None:
@@ -101,10 +106,14 @@ def test_a_loss_and_its_gradients_are_those_of_the_plain_loop(built: Built) -> N
     pipeline = built.pipeline()
     start = keyed_normal(row.latent_shape, SEED, "latent", 0, [0])
     calls: list[Any] = []
-    hook = pipeline.transformer.register_forward_pre_hook(
-        lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True
-    )
-    row.call(pipeline, [row.prompts[0]], start, 1.0, "latent")
+
+    def stop_at_first_step(_: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        calls.append((args, kwargs))
+        raise InterruptedError
+
+    hook = pipeline.transformer.register_forward_pre_hook(stop_at_first_step, with_kwargs=True)
+    with pytest.raises(InterruptedError):
+        row.call(pipeline, [row.prompts[0]], start, 1.0, "latent")
     hook.remove()
     args, kwargs = calls[0]
     target = keyed_normal(row.latent_shape, SEED, "target", 0, [0])

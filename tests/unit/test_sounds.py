@@ -1,6 +1,5 @@
 """Audio beside tokens: an omni model against transformers one by one, rates and formats, broken files, operations."""
 
-import base64
 import io
 from functools import partial
 
@@ -12,19 +11,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from sfumato.config.load import load_config
 from sfumato.config.text import TrainTextConfig
 from sfumato.data.files.row_table import FiledRow
-from sfumato.data.media.pictures import read_image
 from sfumato.data.media.sounds import read_sound
-from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
 from sfumato.errors import DataError
 from sfumato.models.estimate.flops import FlopCount
-from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.packed_model import RowLayout
-from sfumato.parallel.layout import Layout
-from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.parallel.weights import whole_weights
+from tests.one_by_one import assert_as_transformers, build_reader, samples_of
 from tests.tiny import run_task_here
 from tests.tiny_vision import (
     audio_row,
@@ -60,37 +54,7 @@ def omni_config(tmp_path, kind=KIND, **changes):
 
 
 def build(tmp_path, kind=KIND, **changes):
-    config = load_config(TrainTextConfig, overrides=omni_config(tmp_path, kind, **changes))
-    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
-    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
-
-
-def samples_of(transform, rows):
-    return [sample for index, row in enumerate(rows) for sample in transform(FiledRow(row), f"row {index}")]
-
-
-def inputs_of(model, row):
-    """What transformers' processor makes of a conversation by itself."""
-    reader, results, messages = model.vision.reader, {"image": [], "audio": [], "video": []}, []
-    for message in row["messages"]:
-        parts = message["content"]
-        parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
-        for part in parts:
-            if part["type"] != "text":
-                results[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
-        shown = [{key: part[key] for key in part if key not in results} for part in parts]
-        messages.append({"role": message["role"], "content": shown})
-    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    images = [read_image(content, "a test") for content in results["image"]] or None
-    audio = [read_sound(content, 16000, 30, "a test").samples for content in results["audio"]] or None
-    videos, clips = {}, [reader.processor.video_processor.read(content, "a test") for content in results["video"]]
-    if clips:
-        videos = {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
-    inputs = reader.processor(text=[text], images=images, audio=audio, return_tensors="pt", **videos)
-    if clips:
-        inputs["video_second_per_grid"] = torch.tensor([2 / clip.metadata.sampled_fps for clip in clips])
-    return inputs
+    return build_reader(omni_config(tmp_path, kind, **changes))
 
 
 @pytest.mark.parametrize("rows", ["packed", pytest.param("documents", marks=pytest.mark.slow)])
@@ -101,39 +65,13 @@ def test_documents_with_audio_are_those_of_transformers_one_by_one(tmp_path, kin
         for name, weight in trainable_parameters(model.trained).items():
             if weight.ndim == 1 and "audio_tower" in name:
                 weight.add_(0.1 * torch.randn_like(weight))
-    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
     data_rows = [audio_row(index, LEAST[kind]) for index in range(5)]
     video = {"type": "video", "video": data_url(clip(32, 24, 14), "video/avi")}
     data_rows[3]["messages"][0]["content"].insert(0, video)
     data_rows[2]["messages"][0]["content"].insert(1, video)
-    samples = samples_of(transform, data_rows)
-    batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
+    batch, gradients = assert_as_transformers(model, transform, data_rows, rows)
     assert len(batch.media) == 5 and "input_features" in batch.media[1]
-    plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
-    set_attention(plain, "eager")
-
-    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
-    expected = torch.zeros(())
-    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
-        inputs, document = inputs_of(model, row), sample.documents[0]
-        assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
-        logits = plain(**inputs, use_cache=False).logits[0]
-        labels, mask = inputs["input_ids"][0, 1:], torch.from_numpy(document.loss_mask[1:])
-        alone = logits[:-1].log_softmax(-1).gather(-1, labels[:, None])[:, 0] * mask
-        torch.testing.assert_close(log_probs[: len(alone)], alone, rtol=1e-5, atol=1e-5)
-        expected = expected - alone.sum()
-    expected.backward()
-    assert total == pytest.approx(expected.item(), rel=1e-6)
-    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-    ours = {
-        name: parameter.grad
-        for name, parameter in trainable_parameters(model.trained).items()
-        if parameter.grad is not None
-    }
-    assert ours.keys() == theirs.keys() and any("audio_tower" in name for name in ours)
-    for name, gradient in theirs.items():
-        assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
+    assert any("audio_tower" in name for name in gradients)
 
 
 def test_a_batch_without_audio_computes_its_encoder_with_gradients_of_zero(tmp_path):

@@ -273,30 +273,20 @@ def edit(folder: Path, **changes: torch.Tensor | None) -> None:
         dcp.save(tensors, checkpoint_id=folder, no_dist=True)
 
 
+OTHER_TENSORS = [
+    ("3.weight", None, r"global_step_0 is of another model.*has no '{name}'$"),
+    ("extra", torch.ones(1), "does not train '{name}'$"),
+    ("3.weight", torch.ones(2, 1), r"'{name}' has shape \(2, 1\), here \(2, 8\)"),
+    ("3.weight", torch.ones(2, 8, dtype=torch.bfloat16), r"'{name}' has dtype torch\.bfloat16, here torch\.float32"),
+]
+
+
+@pytest.mark.parametrize(("key", "tensor", "message"), OTHER_TENSORS)
 @pytest.mark.parametrize("section", ["model", "ema", "reference"])
-def test_a_missing_tensor_is_named(tmp_path, section):
-    folder = save_state(make(), tmp_path)
-    edit(folder, **{f"{section}/3.weight": None})
-    with pytest.raises(CheckpointError, match=rf"global_step_0 is of another model.*has no '{section}/3\.weight'$"):
-        load_state(make(), folder)
-
-
-@pytest.mark.parametrize("section", ["model", "ema", "reference"])
-def test_an_extra_tensor_is_named(tmp_path, section):
-    folder = save_state(make(), tmp_path)
-    edit(folder, **{f"{section}/extra": torch.ones(1)})
-    with pytest.raises(CheckpointError, match=rf"does not train '{section}/extra'$"):
-        load_state(make(), folder)
-
-
-@pytest.mark.parametrize("section", ["model", "ema", "reference"])
-def test_a_tensor_of_another_shape_or_dtype_is_named(tmp_path, section):
-    folder = save_state(make(), tmp_path)
-    edit(folder, **{f"{section}/3.weight": torch.ones(2, 1)})
-    with pytest.raises(CheckpointError, match=rf"'{section}/3\.weight' has shape \(2, 1\), here \(2, 8\)"):
-        load_state(make(), folder)
-    edit(folder, **{f"{section}/3.weight": torch.ones(2, 8, dtype=torch.bfloat16)})
-    with pytest.raises(CheckpointError, match=rf"'{section}/3\.weight' has dtype torch\.bfloat16, here torch\.float32"):
+def test_a_tensor_that_is_missing_unknown_or_another_is_named(tmp_path, section, key, tensor, message):
+    folder, name = save_state(make(), tmp_path), f"{section}/{key}"
+    edit(folder, **{name: tensor})
+    with pytest.raises(CheckpointError, match=message.format(name=name)):
         load_state(make(), folder)
 
 

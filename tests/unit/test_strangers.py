@@ -24,7 +24,7 @@ from sfumato.config.paths import check_pipeline
 from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import code_of_configurations, load_pretrained, make_from_config
 from sfumato.config.user_functions import import_function
-from sfumato.config.writing import open_to_append, write_atomically
+from sfumato.config.writing import write_atomically
 from sfumato.data.media.videos import check_video, read_video
 from sfumato.errors import ConfigError, DataError, FolderError, UserError
 from sfumato.tracking.lock import lock_folder
@@ -236,16 +236,6 @@ def test_a_link_in_the_place_of_a_file_is_replaced_and_not_followed(tmp_path: Pa
     write_atomically(run / "report.html.tmp", b"x")
     assert target.read_text() == "mine"
     assert sorted(path.name for path in run.iterdir() if path.suffix == ".tmp") == ["report.html.tmp"]
-
-
-def test_a_log_that_is_a_link_or_a_pipe_is_not_written(tmp_path: Path) -> None:
-    (tmp_path / "target").write_text("mine")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "pipe"):
-        with pytest.raises(OSError):
-            open_to_append(tmp_path / name)
-    assert (tmp_path / "target").read_text() == "mine"
 
 
 @pytest.mark.parametrize("name", ["../../../private.png", "/private.png", "link.png", "outer/private.png", "a\0.png"])

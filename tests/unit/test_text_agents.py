@@ -329,6 +329,14 @@ def test_an_agent_that_asks_nothing_or_returns_something_else():
         assert re.search(why, draw(do, [f"1{END}"])[1].damage)
 
 
+@pytest.mark.parametrize("error", [SystemExit(2), asyncio.CancelledError("gave up")])
+def test_an_async_agent_that_exits_or_was_cancelled_costs_its_sample(error):
+    async def do(prompt):
+        raise error
+
+    assert f"OwnCallError: {type(error).__name__}: {error}" in draw(do, [], path="async_agent")[1].damage
+
+
 class DeadEngine:
     async def generate(self, request, sampling):
         raise EngineError("it is dead")

@@ -175,6 +175,7 @@ BROKEN = {
     "number": ({"prompt": 3}, "a conversation must be a list of messages"),
     "role": ({"prompt": [{"role": "boss", "content": "x"}]}, "message 1: unknown role 'boss'"),
     "content": ({"prompt": [{"role": "user", "content": ["x"]}]}, "content must be a non-empty text"),
+    "as Python shows it": ({"prompt": "[{'role': 'user', 'content': 'x'}]"}, "neither a list nor its JSON text"),
     "answered": ({"prompt": [{"role": "assistant", "content": "x"}]}, "must end with a message of role user or tool"),
 }
 
@@ -404,6 +405,13 @@ def test_prompts_are_told_by_their_columns_and_said(tmp_path, name):
     (prompt,), said = load(config_of(tmp_path, [row]))
     assert list(prompt.token_ids) == list(load(config_of(tmp_path, [{"prompt": "hi"}]))[0][0].token_ids)
     assert prompt.metadata["answer"] == answer and said == [f"data.train_path: rows read as {name}"]
+
+
+def test_messages_as_a_text_are_messages(tmp_path):
+    """A .csv file holds them so."""
+    (written,), _ = load(config_of(tmp_path, [{"prompt": json.dumps([{"role": "user", "content": "hi"}])}]))
+    (prompt,), _ = load(config_of(tmp_path, [{"prompt": "hi"}]))
+    assert written.token_ids == prompt.token_ids
 
 
 def test_prompts_that_were_rendered_before_are_said(tmp_path):

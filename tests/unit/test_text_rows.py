@@ -101,9 +101,6 @@ def test_csv_fields_can_be_long_and_hold_any_line_break(tmp_path):
         ("a.json", "[]", "a.json has no rows"),
         ("a.jsonl", "\n\n", "a.jsonl has no rows"),
         ("a.txt", "", "a.txt has no rows"),
-        ("a.arrow", "no arrow", "a.arrow cannot be read as arrow"),
-        ("a.arrow", "", "a.arrow cannot be read as arrow"),
-        ("a.parquet", "", "a.parquet cannot be read as parquet"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, reason):

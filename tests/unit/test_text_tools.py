@@ -126,6 +126,7 @@ def test_read_calls():
         '{"arguments": {}}': "with name and arguments",
         '["a"]': "with name and arguments",
         '{"name": "a", "arguments": "{"}': "the arguments are not valid JSON",
+        '{"name": "a", "parameters": {"x": 1}}': "name and arguments, and not 'parameters'",
     }
     for content, problem in problems.items():
         (call,) = read_calls(f"<tool_call>{content}</tool_call>")
@@ -411,6 +412,14 @@ def test_tools_of_ones_own():
     assert "<tool_response>\nHI\n</tool_response>\n<tool_response>\n" in engine.prompts[1]
     assert [m["content"] for m in drawn.messages if m["role"] == "tool"] == ["HI", '{"twice": 8}']
     assert "Says a word loudly." in engine.prompts[0]
+
+
+def test_arguments_are_of_the_type_that_the_schema_asks_for():
+    kind = ToolUse(use=(f"{__name__}:shout", f"{__name__}:later"))
+    calls = call_of("later", number="4") + call_of("later", number="four") + call_of("shout", word="4")
+    drawn, _ = draw(kind, [f"{calls}{END}", f"ok{END}"])
+    results = [m["content"] for m in drawn.messages if m["role"] == "tool"]
+    assert results == ['{"twice": 8}', "Error: number of later must be integer, not 'four'", "4"]
 
 
 def test_a_result_of_100_mb_is_cut_and_this_is_said():

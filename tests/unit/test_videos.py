@@ -1,28 +1,19 @@
 """Videos beside tokens: against transformers one by one, which frames are taken, broken files, batches without them."""
 
-import base64
 import json
 
 import numpy as np
 import pytest
 import torch
 
-from sfumato.config.load import load_config
-from sfumato.config.text import TrainTextConfig
 from sfumato.data.files.row_table import FiledRow
 from sfumato.data.media.clips import VideoProcessor
 from sfumato.data.media.pictures import read_image
-from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
-from sfumato.models.language.hf_config import set_attention
-from sfumato.models.language.load import build_language_model
 from sfumato.models.language.packed_model import RowLayout
-from sfumato.parallel.layout import Layout
-from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import trainable_parameters
-from sfumato.parallel.weights import whole_weights
+from tests.one_by_one import assert_as_transformers, build_reader, samples_of
 from tests.tiny import run_task_here
 from tests.tiny_vision import clip, data_url, image_row, media_row, picture, tiny_media_config
 
@@ -31,33 +22,13 @@ pytest.importorskip("cv2", reason="videos need opencv-python-headless (extra 'vi
 
 def build(tmp_path, kind="qwen2_5_vl", **changes):
     tmp_path.mkdir(parents=True, exist_ok=True)
-    config = load_config(TrainTextConfig, overrides=tiny_media_config(tmp_path, kind, **changes))
-    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
-    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
+    return build_reader(tiny_media_config(tmp_path, kind, **changes))
 
 
-def samples_of(transform, rows):
-    return [sample for index, row in enumerate(rows) for sample in transform(FiledRow(row), f"row {index}")]
-
-
-def inputs_of(model, row):
-    """What transformers' processor makes of a conversation by itself."""
-    reader, results, messages = model.vision.reader, {"image": [], "video": []}, []
-    for message in row["messages"]:
-        parts = message["content"]
-        parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
-        for part in parts:
-            if part["type"] != "text":
-                results[part["type"]].append(base64.b64decode(part[part["type"]].partition(",")[2]))
-        shown = [{key: part[key] for key in part if key not in results} for part in parts]
-        messages.append({"role": message["role"], "content": shown})
-    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    clips = [reader.processor.video_processor.read(content, "a test") for content in results["video"]]
-    settings = {"images": [read_image(content, "a test") for content in results["image"]] or None}
-    if clips:
-        settings |= {"videos": [clip.frames for clip in clips], "video_metadata": [clip.metadata for clip in clips]}
-    return reader.processor(text=[text], return_tensors="pt", **settings)
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A model and what makes samples, which tests leave as they are but for the layout of rows."""
+    return build(tmp_path_factory.mktemp("model"))
 
 
 SLOW = [("qwen2_vl", "packed"), ("qwen2_5_vl", "documents"), ("qwen3_vl", "packed"), ("qwen3_vl_moe", "packed")]
@@ -69,36 +40,14 @@ SLOW += [("qwen3_5", "documents"), ("qwen3_5_moe", "documents")]
 )
 def test_documents_with_videos_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": 512})
-    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    data_rows = [media_row(index) for index in range(5)]
-    samples = samples_of(transform, data_rows)
-    batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
+    batch, _ = assert_as_transformers(model, transform, [media_row(index) for index in range(5)], rows)
     assert len(batch.media) == 5 and "pixel_values_videos" in batch.media[1]
-    plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
-    set_attention(plain, "eager")
-
-    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
-    expected = torch.zeros(())
-    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
-        inputs, document = inputs_of(model, row), sample.documents[0]
-        assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
-        logits = plain(**{name: inputs[name] for name in inputs if name != "video_metadata"}, use_cache=False).logits[0]
-        labels, mask = inputs["input_ids"][0, 1:], torch.from_numpy(document.loss_mask[1:])
-        alone = logits[:-1].log_softmax(-1).gather(-1, labels[:, None])[:, 0] * mask
-        torch.testing.assert_close(log_probs[: len(alone)], alone, rtol=1e-5, atol=1e-5)
-        expected = expected - alone.sum()
-    expected.backward()
-    assert total == pytest.approx(expected.item(), rel=1e-6)
-    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-    for name, weight in trainable_parameters(model.trained).items():
-        assert float((weight.grad - theirs[name]).norm()) <= 1e-4 * float(theirs[name].norm()) + 1e-6, name
 
 
 @pytest.mark.parametrize("rows", ["packed", "documents"])
 @pytest.mark.parametrize("numbers", [(0, 3), (1,), (0,)])
-def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(tmp_path, rows, numbers):
-    model, transform = build(tmp_path)
+def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(built, rows, numbers):
+    model, transform = built
     model.set_row_layout("sdpa", RowLayout(rows))
     kinds = {"pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw"}
     data_rows = [image_row(number) for number in numbers]
@@ -106,8 +55,9 @@ def test_each_batch_has_an_image_and_a_video_so_that_ranks_compute_alike(tmp_pat
     batch = make_batch(samples, list(numbers), [0] * len(numbers), True, 0, 2, model.vision)
     assert kinds <= {name for tensors in batch.media for name in tensors}
     calls = []
-    model.module.base_model.visual.register_forward_hook(lambda *_: calls.append(1))
+    hook = model.module.base_model.visual.register_forward_hook(lambda *_: calls.append(1))
     model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())
+    hook.remove()
     assert len(calls) >= 2 and len(calls) % 2 == 0
     without = make_batch(samples, list(numbers), [0] * len(numbers), True, 0, 2)
     assert batch.document_lengths == without.document_lengths and batch.num_labels == without.num_labels
@@ -151,8 +101,8 @@ def test_frames_are_scaled_by_the_rule_of_images_or_by_all_their_pixels():
         processor(True).scaled(8, 2, 500)
 
 
-def test_patches_of_a_still_video_are_those_of_its_image(tmp_path):
-    model, _ = build(tmp_path)
+def test_patches_of_a_still_video_are_those_of_its_image(built):
+    model, _ = built
     reader = model.vision.reader
     image = read_image(picture(16, 24), "a test")
     frames = np.stack([np.asarray(image)] * 2)
@@ -162,8 +112,8 @@ def test_patches_of_a_still_video_are_those_of_its_image(tmp_path):
     assert patches["video_grid_thw"].tolist() == of_image["image_grid_thw"].tolist()
 
 
-def test_operations_of_videos_are_those_of_images_of_as_many_parts(tmp_path):
-    model, transform = build(tmp_path)
+def test_operations_of_videos_are_those_of_images_of_as_many_parts(built):
+    model, transform = built
     (sample,) = samples_of(transform, [media_row(1)])
     shapes = sample.documents[0].images.shapes
     assert shapes[0, 0] > 1 == shapes[1, 0]  # a video, then an image
@@ -196,8 +146,8 @@ def broken_rows():
 
 
 @pytest.fixture(scope="module")
-def transform(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("transform"))[1]
+def transform(built):
+    return built[1]
 
 
 @pytest.mark.parametrize("name", broken_rows())

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,20 +19,20 @@ from sfumato.data.files.row_table import FiledRow
 from sfumato.data.files.sources import open_sources
 from sfumato.data.media.pictures import read_image
 from sfumato.data.synthetic.text import SyntheticRows
-from sfumato.data.text.format import build_transform
 from sfumato.data.text.packing import make_batch
 from sfumato.data.text.token_store import build_token_store
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.estimate.flops import FlopCount
-from sfumato.models.language.hf_config import set_attention
 from sfumato.models.language.load import build_language_model
 from sfumato.models.language.model import check_multimodal
 from sfumato.models.language.packed_model import RowLayout
+from sfumato.models.language.probe_documents import text_tokens
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.stages import check_added_features
-from sfumato.parallel.weights import whole_weights
+from sfumato.rollout.engines.embedded.row_choice import _plain_tokens
+from tests.one_by_one import assert_as_transformers, build_reader, inputs_of, samples_of
 from tests.tiny import run_task_here, tiny_language_description, write_config
 from tests.tiny_vision import TOKENS, data_url, image_row, picture, tiny_vision_config, tiny_vision_description
 
@@ -42,31 +43,11 @@ APART = ("gemma3", "gemma4", "qwen3_5", "qwen3_5_moe", "qwen2_5_vl")
 
 
 def build(tmp_path, kind="qwen2_5_vl", **changes):
-    config = load_config(TrainTextConfig, overrides=tiny_vision_config(tmp_path, kind, **changes))
-    model = build_language_model(config.model, config.train, data_type=config.data.data_type)
-    model.parallelize(Mesh(Layout(), torch.device("cpu")), config.train)
+    model, transform = build_reader(tiny_vision_config(tmp_path, kind, **changes))
     for weight in trainable_parameters(model.trained).values():
         if not weight.any():  # Gemma's projector begins at zero, which would hide its encoder
             torch.nn.init.normal_(weight, std=0.1, generator=torch.Generator().manual_seed(0))
-    return model, build_transform(config.data, model.tokenizer, model.vision.reader)
-
-
-def samples_of(transform, rows):
-    return [sample for index, row in enumerate(rows) for sample in transform(FiledRow(row), f"row {index}")]
-
-
-def inputs_of(model, row):
-    """What transformers' processor makes of a conversation by itself."""
-    processor, pictures, messages = model.vision.reader.processor, [], []
-    for message in row["messages"]:
-        parts = message["content"]
-        parts = parts if isinstance(parts, list) else [{"type": "text", "text": parts}]
-        pictures += [part["image"] for part in parts if part["type"] == "image"]
-        shown = [{key: part[key] for key in part if key != "image"} for part in parts]
-        messages.append({"role": message["role"], "content": shown})
-    text = model.tokenizer.apply_chat_template(messages, tokenize=False)
-    opened = [read_image(base64.b64decode(url.partition(",")[2]), "a test") for url in pictures]
-    return processor(text=[text], images=opened or None, return_tensors="pt")
+    return model, transform
 
 
 WAYS = [(kind, "packed") for kind in PACKED] + [(kind, "documents") for kind in APART]
@@ -79,37 +60,8 @@ QUICK = (("qwen3_vl", "packed"), ("gemma3", "documents"))
 )
 def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, kind, rows):
     model, transform = build(tmp_path, kind, data={"max_seq_len": max(512, TOKENS.get(kind, 0))})
-    model.set_row_layout("sdpa" if rows == "documents" else model.attention, RowLayout(rows))
-    data_rows = [image_row(index) for index in range(5)]
-    samples = samples_of(transform, data_rows)
-    batch = make_batch(samples, list(range(5)), [0] * 5, True, 0, 2, model.vision)
-    plain = model.plain_with(whole_weights(model.trained, model.mesh)).train()
-    set_attention(plain, "eager")
-
-    total = model.forward_backward([batch], lambda scores, batch: -scores.log_probs(batch.labels).sum())[0]
-    expected = 0.0
-    actual = model.token_log_probs([batch])[0][0].split([sample.num_tokens for sample in samples])
-    for row, sample, log_probs in zip(data_rows, samples, actual, strict=True):
-        inputs = inputs_of(model, row)
-        document = sample.documents[0]
-        assert inputs["input_ids"][0].tolist() == document.input_ids.tolist()
-        logits = plain(**{name: inputs[name] for name in inputs if name != "num_patches"}, use_cache=False).logits[0]
-        labels, mask = inputs["input_ids"][0, 1:], torch.from_numpy(document.loss_mask[1:])
-        alone = logits[:-1].log_softmax(-1).gather(-1, labels[:, None])[:, 0] * mask
-        torch.testing.assert_close(log_probs[:-1], alone, rtol=1e-5, atol=1e-5)
-        expected -= alone.sum()
-    expected.backward()
-    assert total == pytest.approx(float(expected), rel=1e-6)
-    theirs = {name: parameter.grad for name, parameter in plain.named_parameters() if parameter.grad is not None}
-    ours = {
-        name: parameter.grad
-        for name, parameter in trainable_parameters(model.trained).items()
-        if parameter.grad is not None
-    }
-    assert ours.keys() == theirs.keys()
-    for name, gradient in theirs.items():
-        assert float((ours[name] - gradient).norm()) <= 1e-4 * float(gradient.norm()) + 1e-6, name
-    assert any("vis" in name and bool(gradient.any()) for name, gradient in ours.items())
+    _, gradients = assert_as_transformers(model, transform, [image_row(index) for index in range(5)], rows)
+    assert any("vis" in name and bool(gradient.any()) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize(
@@ -122,10 +74,28 @@ def test_documents_with_images_are_those_of_transformers_one_by_one(tmp_path, ki
 def test_a_described_llava_has_the_tokens_that_its_encoder_makes(tmp_path, kind, changes):
     described = write_config(tiny_vision_description(kind) | changes, tmp_path / "changed.yaml")
     model, _ = build(tmp_path, kind, model={"config_path": str(described)})
-    inputs = inputs_of(model, image_row(1))
+    inputs = inputs_of(model.vision.reader.processor, model.tokenizer, image_row(1))
     assert "pixel_values" in inputs
     with torch.no_grad():  # transformers refuses another number
         model.plain(**{name: inputs[name] for name in inputs if name != "num_patches"})
+
+
+def test_llava_onevision_cuts_tiles_of_a_single_image_alone(tmp_path):
+    """As its processor does for the images of one conversation."""
+    reader = build(tmp_path, "llava_onevision")[0].vision.reader
+    image = read_image(picture(32, 32), "a test")
+    (alone,), _ = reader.place([image])
+    texts, shapes = reader.place([image, image])
+    assert [text.count("<|image_pad|>") for text in texts] == [4 * 4 + 1] * 2 and shapes[:, 0].tolist() == [1, 1]
+    assert alone.count("<|image_pad|>") > 2 * (4 * 4 + 1)
+
+
+def test_random_texts_hold_no_token_of_any_medium(tmp_path):
+    """Nor of videos, where the data has images alone: positions of three axes looked for the video."""
+    model, _ = build(tmp_path, "qwen3_vl")
+    assert 262 in model.vision.reader.media_tokens() and 262 not in model.vision.idle_ids
+    assert 262 not in text_tokens(model)
+    assert 262 not in _plain_tokens(SimpleNamespace(vision=model.vision), 263)
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -215,6 +185,11 @@ def broken_rows():
             {},
             "max_pixels of a single part cannot be followed",
         ),
+        "its own times": (
+            [{"type": "image", "image": data_url(plain_file), "start": 0.5, "end": 1.0}, *ask],
+            {},
+            "start of a single part cannot be followed",
+        ),
         "video in a column": (
             "<video>What?",
             {"videos": ["a.mp4"]},
@@ -223,6 +198,13 @@ def broken_rows():
         "too few": ("<image> and <image>?", {"images": [saved(plain)]}, "an image is missing.*has 1"),
         "too many": ("<image>?", {"images": [saved(plain)] * 3}, "2 of 3 images in its column have no place"),
         "null": ("<image>?", {"images": [None]}, "is null"),
+        "two columns": ("<image>?", {"images": [saved(plain)], "image": saved(plain)}, "both columns 'images' and 'im"),
+        "empty beside it": (
+            "What?",
+            {"images": [], "image": saved(plain)},
+            "1 of 1 images in its column have no place",
+        ),
+        "boxes": ("<image>Find <bbox>", {"images": [saved(plain)], "objects": {"bbox": []}}, "<bbox> stands for"),
         "order": (
             [{"type": "image", "index": number} for number in (1, 0)],
             {"images": [saved(plain)] * 2},
@@ -253,6 +235,12 @@ def test_an_image_in_an_answer_is_in_no_loss(transform, learned):
         return
     document = transform(FiledRow({"messages": said}), "row 1")[0].documents[0]
     assert transform.reader.tokenizer.decode(document.input_ids[document.loss_mask].tolist()) == "A cat.<|im_end|>"
+
+
+def test_an_empty_name_of_an_image_is_none(transform):
+    """As rows of text have it among LLaVA's."""
+    said = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "Yes."}]
+    assert transform(FiledRow({"messages": said, "image": ""}), "row 1")[0].documents[0].images is None
 
 
 def test_a_mark_that_is_only_mentioned_stays_text(transform):

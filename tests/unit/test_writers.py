@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 import sfumato
-from sfumato.config.writing import make_new_folder, open_lock, open_new, open_to_append, remove, replace_file
-from sfumato.tracking.atomic_folders import begin_checkpoint, replace_folder
+from sfumato.config.writing import open_lock, open_new, open_to_append, replace_file
 
 PACKAGE = Path(sfumato.__file__).parent
 
@@ -155,24 +154,3 @@ def test_links_pipes_and_devices_are_neither_appended_to_nor_locked(secret: Path
         for write in (open_to_append, open_lock, open_new):
             with pytest.raises(OSError):
                 write(tmp_path / name).close()
-
-
-def test_of_a_link_in_the_place_of_a_folder_the_link_alone_is_removed(secret: Path, tmp_path: Path) -> None:
-    (tmp_path / "folder").symlink_to(secret)
-    assert not any(make_new_folder(tmp_path / "folder").iterdir())
-    (tmp_path / "folder" / "inner").symlink_to(secret)
-    remove(tmp_path / "folder")
-    assert not (tmp_path / "folder").exists()
-
-
-def test_checkpoints_and_exports_are_not_built_where_a_link_leads(secret: Path, tmp_path: Path) -> None:
-    root = tmp_path / "checkpoints"
-    root.mkdir()
-    (root / "global_step_3.tmp").symlink_to(secret)
-    building = begin_checkpoint(root, 3)
-    assert building.parent == root and not building.is_symlink()
-    export = tmp_path / "hf_ckpt"
-    (tmp_path / ".hf_ckpt.being_written").symlink_to(secret)
-    (tmp_path / ".hf_ckpt.being_replaced").symlink_to(secret)
-    replace_folder(export, lambda folder: (folder / "model").touch())
-    assert [path.name for path in export.iterdir()] == ["model"] and not export.is_symlink()

@@ -31,6 +31,8 @@ DATASETS_CACHE = re.compile(r"cache-[0-9a-f]{16}(_\d{5}_of_\d{5})?\.arrow")
 """Results of ``map`` and ``filter``, which datasets keeps beside the rows that they were made of."""
 SHARD = re.compile(r"(?P<before>.*?)(?P<number>\d{3,})-of-(?P<total>\d{3,})")
 """How datasets numbers the files of a table, the first from 0: train-00000-of-00002.parquet."""
+ABOUT_SHARD = re.compile(r"(_stats\.json|\.parquet)$")
+"""Ends of names of what img2dataset writes beside 00000.tar: 00000_stats.json, and a table of addresses."""
 NOT_ROWS = re.compile(r"(readme|license|licence|notice)(\..*)?|\..*|.*\.(md|py|lock)", re.IGNORECASE)
 """Files of which nobody expects that they hold rows."""
 
@@ -242,7 +244,13 @@ def describe_runs(folder: Path, runs: Sequence[Path]) -> list[str]:
 def _choose_files(inside: list[Path], folder: Path, option: str, held_out: bool) -> FolderFiles:
     """Those of the files in a folder that are read; nothing is opened. Raises DataError for none."""
     inside = [file for file in inside if not DATASETS_CACHE.fullmatch(file.name)]
-    readable = [file for file in inside if data_ending(file) in ENDINGS and file.name not in NOT_DATA]
+    shards = {file.with_suffix("") for file in inside if file.suffix == ".tar"}
+    about_shards = {file for file in inside if file.with_name(ABOUT_SHARD.sub("", file.name)) in shards}
+    readable = [
+        file
+        for file in inside
+        if data_ending(file) in ENDINGS and file.name not in NOT_DATA and file not in about_shards
+    ]
     if not readable:
         endings = ", ".join(sorted({file.suffix or file.name for file in inside})) or "nothing"
         raise DataError(f"{option}: the folder {folder} has no {' or '.join(ENDINGS)} file; it holds {endings}")

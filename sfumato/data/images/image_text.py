@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeVar, cast
@@ -16,6 +17,7 @@ from sfumato.config.paths import LONGEST_NAME
 from sfumato.data.files.arrow_values import ClassLabelValue, truth_of_class
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.files.file_columns import find_file, find_frames, list_frames
+from sfumato.data.files.folders import describe_left_out
 from sfumato.data.files.picture_folder import FolderRows, choose_split, describe_unlisted, find_metadata, visible_files
 from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
@@ -98,6 +100,7 @@ class ImageTextDataset:
             self.rows = FolderRows(path, self._key, config.text_key, self._endings)
             if len(self.rows) == 0 and any(file.suffix in SHARD_ENDINGS for file in visible_files(path)):
                 self.rows = open_rows(path, config.text_key, "data.train_path")
+                self._notes += describe_left_out(path, "data.train_path")
             elif len(self.rows) == 0:
                 raise DataError(f"data.train_path: {path} holds no {self._kind} ({', '.join(sorted(self._endings))})")
         else:
@@ -419,17 +422,20 @@ class PairDataset:
         path = Path(getattr(config, option))
         is_held_out = option == "eval_path"
         self.notes: list[str] = []
-        """Lines about a split that is left out."""
+        """Lines about splits and files that are left out."""
         tables = [path]
         if path.is_dir():
             split, notes = choose_split(path, IMAGE_ENDINGS, is_held_out)
             if listed := find_metadata(split):
                 tables, self.notes = listed, notes
+            else:
+                self.notes = describe_left_out(path, f"data.{option}", is_held_out)
         rows = join_rows([open_rows(table, config.text_key, f"data.{option}", is_held_out) for table in tables])
         shared = {name: getattr(config, name) for name in ImageDataConfig.model_fields}
         shared |= {"data_type": "image_text", "train_path": str(path)}
         keys = (config.chosen_key, config.rejected_key)
         self.sides = [ImageTextDataset(ImageTextDataConfig(**shared, image_key=key), rows) for key in keys]
+        _refuse_unread_label(config, rows, option)
         self.labels = [1] * len(rows) if config.label_key is None else rows.column(config.label_key)
         self.indices = [index for index, label in enumerate(self.labels) if not _is_tie(label)][:limit]
         """Rows that are no ties; a broken one is named when it is read."""
@@ -549,6 +555,28 @@ def open_held_out_pairs(config: PairDataConfig, seed: int, num_rows: int) -> Pai
         glyphs = config.glyphs.model_copy(update={"num_images": num_rows})
         return GlyphPairs(glyphs, config.height, config.width, seed, config.num_frames, held_out=True)
     return None if config.eval_path is None else PairDataset(config, "eval_path", limit=num_rows)
+
+
+def _refuse_unread_label(config: PairDataConfig, rows: FiledRows, option: str) -> None:
+    """Raises DataError where the columns are Pick-a-Pic's (jpg_0, jpg_1) and no label is read, or that of the other.
+
+    Which image stands in which column says nothing there.
+    """
+    label = f"label_{config.chosen_key.rpartition('_')[2]}"
+    of_pick_a_pic = re.compile(r"label_\d")
+    if not of_pick_a_pic.fullmatch(label) or config.label_key == label:
+        return
+    if config.label_key is not None and not of_pick_a_pic.fullmatch(config.label_key):
+        return
+    try:
+        columns = rows[0].keys()
+    except DataError:
+        return  # the broken row is named when it is read for training
+    if label in columns:
+        raise DataError(
+            f"data.{option}: column {label!r} says whether the image in {config.chosen_key!r} (data.chosen_key) is the "
+            f"better one: set data.label_key {label}"
+        )
 
 
 def _is_tie(label: object) -> bool:

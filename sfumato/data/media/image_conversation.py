@@ -35,12 +35,16 @@ KEYS = ("path", "url", "bytes", "base64")
 
 PART_LIMITS = (
     *("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width"),
-    *("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end"),
+    *("fps", "nframes", "num_frames", "sample_fps", "min_frames", "max_frames"),
+    *("video_start", "video_end", "start", "end", "start_time", "end_time"),
 )
-"""Keys of a message's part by which qwen_vl_utils sizes or cuts one medium alone, which is refused here."""
+"""Keys of a message's part by which qwen_vl_utils and others size or cut one medium alone, which is refused here."""
 
 QWEN_MARK = re.compile(r"<(img|video|audio)>[^<\n]+</\1>")
 """How data for the first Qwen-VL and Qwen-Audio, and older data of ms-swift, names a file within a text."""
+
+BOX_MARK = re.compile(r"<(bbox|ref-object)>")
+"""What ms-swift replaces by values of a row's column ``objects``."""
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,11 @@ def take_media(
         if message.get("content") is None:
             continue
         place = f"{where}: message {index + 1}"
+        if row.get("objects") is not None and (mark := BOX_MARK.search(str(message["content"]))):
+            raise DataError(
+                f"{place}: {mark[0]} stands for a value of column 'objects' in data of ms-swift, which is not filled "
+                "in here: write names and boxes into the text, in the form and the coordinates of the model"
+            )
         if isinstance(message["content"], str) and (draws or message.get("role") != "assistant"):
             _refuse_marks_without_files(message["content"], place, num_files)
             _refuse_marks_not_read(message["content"], place, row, media)
@@ -225,10 +234,13 @@ def take_media(
 
 
 def _read_column(row: FiledRow, kind: str, where: str) -> list[object]:
-    """The media of one kind in a row's column; empty where the row has no such column."""
-    name = next((name for name in COLUMNS[kind] if row.get(name) is not None), None)
-    if name is None:
+    """The media of one kind in a row's column; empty where the row has no such column, or an empty one."""
+    names = [name for name in COLUMNS[kind] if row.get(name) not in (None, "", [])]
+    if not names:
         return []
+    if len(names) > 1:
+        raise DataError(f"{where}: both columns '{names[0]}' and '{names[1]}' hold {kind}s: leave one of them out")
+    name = names[0]
     value = row[name]
     values = value if isinstance(value, list) else [value]
     if any(item is None for item in values):

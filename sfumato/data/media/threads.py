@@ -38,7 +38,9 @@ def open_ahead(samples: Sequence[TextSample], tensors: Callable[[MediaRefs], Ten
 def num_threads() -> int:
     """Threads that open media: this process's share of the CPUs, at most ``MOST_THREADS``."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(min(len(os.sched_getaffinity(0)) // ranks, MOST_THREADS), 1)
+    # macOS binds no process to some of the CPUs
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(min(cpus // ranks, MOST_THREADS), 1)
 
 
 @functools.cache

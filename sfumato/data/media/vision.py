@@ -95,6 +95,8 @@ class MediaProcessor:
         if self.sees and hasattr(self.processor.image_processor, "image_grid_pinpoints"):
             # Older versions counted the padding among the tiles: this word keeps their stored tokens from being used.
             settings += " tiles that are not filled up"
+        if "batch_num_images" in self.arguments:  # LLaVA-OneVision, likewise
+            settings += " several images without tiles"
         if "video" in self.media:
             settings = f"{settings} {self.processor.video_processor}"
         if "audio" in self.media:
@@ -347,7 +349,8 @@ class MediaProcessor:
         clips = [medium for medium in media if isinstance(medium, Clip)]
         images = [medium for medium, kind in zip(media, kinds, strict=True) if kind == "image"]
         tokens = self.placeholders()
-        inputs: Keywords = {"images": images} if images else {}
+        # nested, as of one text: LLaVA-OneVision cuts no tiles where a text has several images
+        inputs: Keywords = {"images": [images]} if images else {}
         if clips:
             inputs |= {
                 "videos": [clip.frames for clip in clips],
@@ -422,6 +425,10 @@ class Vision:
     def idle_length(self) -> int:
         """Tokens of the small media that are added to a batch which lacks a kind of media; see ``idle``."""
         return len(self.idle_ids)
+
+    def ids_beside_text(self) -> np.ndarray:
+        """Token ids that no text may hold: of media of all kinds that the processor knows, and around them."""
+        return np.union1d(self.idle_ids, sorted(self.reader.media_tokens()))
 
     def multimodal_inputs(self, input_ids: np.ndarray, images: MediaRefs | None) -> MultimodalInputs:
         """The model's inputs beside the tokens of a document; waits where threads are opening the media.

@@ -112,6 +112,9 @@ class TokenizerFacts:
     appends_end: bool = True
     """Whether training appends the end of an answer where the template writes none. False for a reward model, which
     gets conversations as the template writes them."""
+    begins_chats: bool = False
+    """Whether the model's processor, which calls it, begins chats with the beginning-of-sequence token where their
+    template writes none, as those of LLaVA and Emu3 do. Tokenizers alone leave that to the template."""
     date: datetime.date | None = None
     """The date that chat templates write as today's; None: today."""
     fingerprint: str = ""

@@ -53,6 +53,9 @@ Expand = Callable[[str, list[Span], int], tuple[str, list[Span]]]
 """Inserts what stands for media into a text that renders so many messages, and shifts its spans accordingly."""
 Result = TypeVar("Result")
 
+BEGIN = "{{- bos_token }}"
+"""What writes the token that begins a text, in front of templates that lack it."""
+
 _TRACKER = threading.Lock()  # transformers tracks generation blocks in the compiled template, which threads share
 
 
@@ -90,7 +93,9 @@ class ChatTemplate:
         self._sources = {"default": text, "tool_use": tool_text}
         facts = facts_of(tokenizer)
         date = facts.date or datetime.date.today()
-        self.text, self.tool_text = (with_date(template_text, name, date) for template_text in (text, tool_text))
+        dated = [with_date(template_text, name, date) for template_text in (text, tool_text)]
+        # not in ``_sources``: the processor of an export adds the token itself
+        self.text, self.tool_text = (_begin_as_processor(template_text, tokenizer) for template_text in dated)
         self.encoder = Encoder(tokenizer, with_offsets=True)
         """Encodes the texts that ``asks`` yields."""
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
@@ -99,7 +104,7 @@ class ChatTemplate:
         self._special_ids = np.array(sorted(cast(list[int], tokenizer.convert_tokens_to_ids(specials))), dtype=np.int64)
         end = measure_answer_end(tokenizer, self._render_whole)
         notes = [f"the chat template is rendered with {key} {value!r}" for key, value in self.options.items()]
-        if self.text != text:
+        if dated[0] != text:
             notes.append(f"the chat template writes the date of the run's first start, {date}")
         self.answer_end = replace(end, notes=(*end.notes, *notes))
         """How answers end."""
@@ -501,7 +506,7 @@ def build_chat_template(
             raise ConfigError(f"data.chat_template: {error}") from error
     else:
         # The templates that come with sfumato do not write the token that begins a text.
-        begins = "{{- bos_token }}" if (TEMPLATES / f"{name}.jinja").is_file() and begins_texts(tokenizer) else ""
+        begins = BEGIN if (TEMPLATES / f"{name}.jinja").is_file() and begins_texts(tokenizer) else ""
         texts = [begins + _read_template(name)] * 2
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.get_vocab()]
     if name in ("chatml", "hermes") and missing:
@@ -510,6 +515,14 @@ def build_chat_template(
         _check_syntax(text, name or OWN)
     text, tool_text = cast(list[str], texts)
     return ChatTemplate(tokenizer, text, tool_text, name or OWN, options)
+
+
+def _begin_as_processor(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A template that writes the token with which the model's processor begins chats (``TokenizerFacts``)."""
+    bos = cast("str | None", tokenizer.bos_token)
+    if bos is None or not facts_of(tokenizer).begins_chats or bos in text or "bos_token" in text:
+        return text
+    return BEGIN + text
 
 
 def _read_template(name: str) -> str:

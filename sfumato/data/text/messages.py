@@ -9,6 +9,7 @@ datasets.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -56,6 +57,24 @@ MESSAGE_KEYS = {
     MASKED_KEY,
 }
 """Keys of a message that have a meaning here. Any other key is used only if the chat template names it."""
+
+
+_WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
+
+
+def are_written_messages(value: object) -> bool:
+    """Whether a text holds a list of messages, as columns of .csv files do, in JSON or as Python shows it."""
+    return isinstance(value, str) and _WRITTEN_MESSAGES.fullmatch(value) is not None
+
+
+def as_turn(value: object, role: str) -> object:
+    """A text as a list with one message of ``role``, a single message as a list of it.
+
+    Another value is unchanged, and so is a text that holds a list of messages: ``read_messages`` reads either.
+    """
+    if isinstance(value, str) and not are_written_messages(value):
+        return [{"role": role, "content": value}]
+    return [value] if isinstance(value, dict) else value
 
 
 def read_messages(value: object, where: str, system: object = None) -> Messages:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.format import find_key
-from sfumato.data.text.messages import read_messages
+from sfumato.data.text.messages import as_turn, read_messages
 from sfumato.errors import DataError
 
 
@@ -65,7 +65,7 @@ def with_explicit_prompt(row: dict[str, object], where: str) -> dict[str, object
 
 def as_messages(value: object, role: str, where: str, system: object = None) -> Messages:
     """The messages of a conversation; a text becomes one message of ``role``. ``system`` is as in ``read_messages``."""
-    return read_messages([{"role": role, "content": value}] if isinstance(value, str) else value, where, system)
+    return read_messages(as_turn(value, role), where, system)
 
 
 def _after_prompt(prompt: Messages, answer: Messages, where: str) -> Messages:

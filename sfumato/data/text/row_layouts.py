@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.format import find_key
-from sfumato.data.text.messages import parsed_json, read_messages
+from sfumato.data.text.messages import as_turn, parsed_json, read_messages
 from sfumato.errors import DataError
 
 Row = Mapping[str, object]
@@ -141,13 +141,6 @@ def _texts(row: Row, where: str, *names: str) -> list[str]:
         if not isinstance(value, str):
             raise DataError(f"{where}: column {name!r} must be a text, not {value!r}")
     return [str(value) for value in values]
-
-
-def as_turn(value: object, role: str) -> object:
-    """A text as a list with one message of ``role``, a single message as a list of it; another value is unchanged."""
-    if isinstance(value, str) and not value.lstrip().startswith("["):
-        return [{"role": role, "content": value}]
-    return [value] if isinstance(value, dict) else value
 
 
 def _prompt_and_completion(row: Row, where: str) -> dict[str, object]:

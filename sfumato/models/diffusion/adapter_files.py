@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
+from sfumato.errors import ConfigError
 
 if TYPE_CHECKING:
     from diffusers.pipelines.pipeline_utils import DiffusionPipeline
@@ -86,15 +87,38 @@ def load_from_diffusers(pipeline: DiffusionPipeline, folder: Path) -> None:
     Args:
         pipeline: of the model that is to have them.
         folder: the adapter of a second transformer lies in the folder ``transformer_2`` in it.
+
+    Raises:
+        ConfigError: when they are adapters of another model, or with names that diffusers does not read.
     """
     unload_adapters(pipeline)
-    if not hasattr(pipeline, "load_lora_weights"):
-        pipeline.transformer.load_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
-        return
-    pipeline.load_lora_weights(str(folder))
     second = folder / "transformer_2"
-    if second.is_dir():
-        pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
+    try:
+        if not hasattr(pipeline, "load_lora_weights"):
+            pipeline.transformer.load_lora_adapter(str(folder), weight_name=ADAPTER_FILE)
+            return
+        pipeline.load_lora_weights(str(folder))
+        _refuse_unread(pipeline, folder, "unet" if hasattr(pipeline, "unet") else "transformer")
+        if second.is_dir():
+            pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
+    except (ValueError, RuntimeError, KeyError) as error:
+        first = str(error).strip().splitlines()[0][:300]
+        raise ConfigError(
+            f"{folder}: its adapters cannot be loaded into this {type(pipeline).__name__}: {first}. Give the model "
+            "that they were trained on; `sfumato export FILE OUT` makes a folder of a file of kohya's"
+        ) from error
+
+
+def _refuse_unread(pipeline: Any, folder: Path, denoiser: str) -> None:
+    """Raises ValueError for layers of a file that have no adapter in the model: diffusers leaves them out silently."""
+    stored = pipeline.lora_state_dict(str(folder))
+    stored = stored[0] if isinstance(stored, tuple) else stored
+    modules = getattr(pipeline, denoiser).named_modules()
+    adapted = {f"{denoiser}.{name}" for name, module in modules if hasattr(module, "lora_A")}
+    encoders = tuple(f"{name}." for name in pipeline.components if name != denoiser)
+    layers = {name.partition(".lora_A.")[0] for name in stored if ".lora_A." in name and not name.startswith(encoders)}
+    if unread := sorted(layers - adapted):
+        raise ValueError(f"the model has no place for {len(unread)} of {len(layers)} layers, such as {unread[0]}")
 
 
 def unload_adapters(pipeline: DiffusionPipeline) -> None:

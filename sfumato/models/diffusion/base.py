@@ -125,13 +125,6 @@ class DiffusionModel(FrozenParts):
             self.prepare_denoiser(self.denoiser)
 
     @classmethod
-    def pipeline_type(cls) -> type[DiffusionPipeline]:
-        """The class named ``pipeline_class``: that of diffusers, unless a family overrides this."""
-        import diffusers
-
-        return getattr(diffusers, cls.pipeline_class)
-
-    @classmethod
     def with_images(cls) -> type[DiffusionModel]:
         """The class named ``image_family``."""
         return getattr(sys.modules[cls.__module__], str(cls.image_family))
@@ -239,6 +232,17 @@ class DiffusionModel(FrozenParts):
         """Whether the denoiser takes the guidance scale as an input, ``embeddings["guidance"]``, instead of running an
         unconditional branch."""
         return False
+
+    @property
+    def default_guidance(self) -> float | None:
+        """The guidance scale of the pipeline's own call in diffusers, counted as here; None where it states none.
+
+        Of distilled models that are made for it 1.
+        """
+        guider = getattr(self.pipeline, "guider", None)
+        scales = [getattr(guider, "guidance_scale", None)]
+        scales += [self.call_default(name) for name in ("guidance_scale", "true_cfg_scale")]
+        return next((float(scale) for scale in scales if isinstance(scale, int | float)), None)
 
     def guide(self, unconditional: Tensor, conditional: Tensor, scale: float | Tensor) -> Tensor:
         """Classifier-free guidance of two velocities ``[B, *latent_shape]``, float32."""

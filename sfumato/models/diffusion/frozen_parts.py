@@ -5,6 +5,7 @@ Shapes: B samples, C H W latent channels, height and width, T tokens; F frames.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from sfumato.config.sections import LONGEST_PROMPT
 from sfumato.errors import ConfigError, DataError, NonFiniteError
 from sfumato.models.diffusion.conditioning import Conditioning, image_digests
 from sfumato.parallel.finite import finite_rows
@@ -93,6 +95,27 @@ class FrozenParts(ABC):
         """Cached embeddings by prompt and digest of its image; the digest is empty without an image."""
         for component in self.components.values():
             component.requires_grad_(False).eval()
+
+    @classmethod
+    def pipeline_type(cls) -> type[DiffusionPipeline]:
+        """The class named ``pipeline_class``: that of diffusers, unless a family overrides this."""
+        import diffusers
+
+        return getattr(diffusers, cls.pipeline_class)
+
+    @classmethod
+    def call_default(cls, name: str) -> object:
+        """What the pipeline's own call takes for an argument that it is not given; None where it has none."""
+        parameter = inspect.signature(cls.pipeline_type().__call__).parameters.get(name)
+        return None if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+
+    @classmethod
+    def prompt_length(cls, configured: int | None) -> int:
+        """``model.max_sequence_length``: what is configured, or the pipeline's own; 256 where it states none."""
+        if configured is not None:
+            return configured
+        own = cls.call_default("max_sequence_length")
+        return min(own, LONGEST_PROMPT) if isinstance(own, int) else 256
 
     @abstractmethod
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
@@ -509,4 +532,10 @@ def image_autoencoder(pipeline: DiffusionPipeline) -> AutoencoderKL:
             f"{TRAINED_AUTOENCODER} alone is trained here, and the vae of {type(pipeline).__name__} is a {name}: "
             "take it from a published model, or a pipeline such as StableDiffusion3Pipeline or FluxPipeline"
         )
-    return pipeline.components["vae"]
+    vae = pipeline.components["vae"]
+    if getattr(vae.config, "latents_mean", None) is not None:
+        raise ConfigError(
+            "the vae's latents_mean and latents_std are of the weights before training: set both to null in "
+            "vae/config.json, so that scaling_factor is measured anew"
+        )
+    return vae

@@ -116,9 +116,10 @@ def family_of(config: ModelConfig, needs_weights: bool = True) -> type[Diffusion
             family = _family_from_images(family, where)
     if config.config_path is None:
         check_parts(folder, index, family.needed_parts(), needs_weights)
-    if config.max_sequence_length < family.shortest_prompt:
+    length = family.prompt_length(config.max_sequence_length)
+    if length < family.shortest_prompt:
         raise ConfigError(
-            f"model.max_sequence_length {config.max_sequence_length}: {family.pipeline_class} reads its prompts "
+            f"model.max_sequence_length {length}: {family.pipeline_class} reads its prompts "
             f"through an encoder of that length: set it to at least {family.shortest_prompt}"
         )
     return family
@@ -251,7 +252,7 @@ def build_diffusion_model(
     source = Path(config.model_path) if config.model_path is not None else None
     model = family(
         pipeline,
-        max_sequence_length=config.max_sequence_length,
+        max_sequence_length=family.prompt_length(config.max_sequence_length),
         autocast_dtype=DTYPES[mixed_precision],
         source=source,
     )

@@ -350,7 +350,8 @@ def diffusion_model_on_meta(config: ModelConfig, mixed_precision: str) -> Diffus
             raise ConfigError(f"{config.config_path}: cannot build {family.pipeline_class}: {error}") from error
     else:
         pipeline = _pipeline_on_meta(Path(str(config.model_path)), family)
-    model = family(pipeline, max_sequence_length=config.max_sequence_length, autocast_dtype=DTYPES[mixed_precision])
+    length = family.prompt_length(config.max_sequence_length)
+    model = family(pipeline, max_sequence_length=length, autocast_dtype=DTYPES[mixed_precision])
     model.device = torch.device("meta")
     for name, component in model.components.items():
         component.to(torch.float32 if name == family.denoiser_name and config.lora is None else dtype)

@@ -68,12 +68,12 @@ def make_documents(
 
 
 def text_tokens(model: PackedModel) -> Tensor:
-    """Token ids that stand for text, without those of images and of ``model.no_text``: int64."""
+    """Token ids that stand for text, without those of media and of ``model.no_text``: int64."""
     size = min(cast("torch.nn.Embedding", model.plain.get_input_embeddings()).num_embeddings, len(model.tokenizer))
     token_ids = torch.arange(size)
     special = set(model.no_text)
     if model.vision is not None:
-        special |= {*model.vision.idle_ids.tolist(), *model.tokenizer.all_special_ids}
+        special |= {*model.vision.ids_beside_text().tolist(), *model.tokenizer.all_special_ids}
     return token_ids[~torch.isin(token_ids, torch.tensor(sorted(special), dtype=torch.int64))]
 
 

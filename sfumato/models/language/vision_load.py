@@ -18,6 +18,8 @@ from sfumato.config.trust import load_pretrained
 from sfumato.data.media.clips import build_videos
 from sfumato.data.media.document_media import Tensors
 from sfumato.data.media.vision import MediaProcessor, Vision
+from sfumato.data.text.answer_end import facts_of
+from sfumato.data.text.tokenise import begins_texts
 from sfumato.errors import ConfigError, MissingDependencyError
 
 if TYPE_CHECKING:
@@ -335,6 +337,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
         if not isinstance(getattr(processor, "image_token", None), str):
             raise ConfigError(f"model.model_path: images of {kind} are not known: {cls.__name__} names no image_token")
     _set_template(processor, described, folder is None)
+    facts_of(tokenizer).begins_chats = begins_texts(tokenizer)
     return processor
 
 

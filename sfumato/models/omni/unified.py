@@ -41,8 +41,6 @@ from sfumato.models.omni.hf_image_tokenizers import FAMILIES, OwnCodes, read_vq
 from sfumato.models.omni.model import OmniModel
 from sfumato.models.omni.unified_tokens import (
     add_own_tokens,
-    begin_as_processor,
-    template_for_processor,
     with_codes,
 )
 from sfumato.parallel.mesh import Mesh
@@ -135,7 +133,7 @@ class UnifiedModel(OmniModel):
         self.vision = None
         facts_of(self.hf_tokenizer).answer_end = facts_of(tokenizer).answer_end
         if isinstance(tokenizer.chat_template, str):
-            self.hf_tokenizer.chat_template = template_for_processor(tokenizer.chat_template)
+            self.hf_tokenizer.chat_template = tokenizer.chat_template
         try:
             # not that of OmniModel, which writes the parts of a composed model; its chat template replaces the
             # processor's
@@ -251,7 +249,8 @@ def build_unified(
     tokenizer = with_codes(hf_tokenizer, image_tokenizer)
     processor = copy.copy(hf_processor)
     processor.tokenizer = tokenizer
-    begin_as_processor(processor)
+    first = processor(text=["a"], return_tensors="np")["input_ids"][0][0]
+    facts_of(tokenizer).begins_chats = bool(first == tokenizer.bos_token_id)
     vision = None
     if has_images:
         assert data_type is not None

@@ -11,7 +11,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.omni.hf_image_tokenizers import Emu3Codes, OwnCodes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 MADE = {
     "emu3": {
@@ -38,9 +38,6 @@ MADE = {
 }
 """Tokens, by the names of the tokenizer's attributes that transformers' processors read, for models that are built from
 a description."""
-
-BEGIN = "{{- bos_token }}"
-"""What ``begin_as_processor`` puts in front of a chat template."""
 
 
 def add_own_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedConfig, code_names: list[str]) -> None:
@@ -85,23 +82,3 @@ def with_codes(tokenizer: PreTrainedTokenizerBase, images: OwnCodes) -> PreTrain
             f"{images.kind} model: take the tokenizer of this model"
         )
     return extended
-
-
-def begin_as_processor(processor: ProcessorMixin) -> None:
-    """Makes the chat template of a processor's tokenizer begin with the token with which the processor begins texts.
-
-    The templates of these models lack it, since their processors add it.
-    """
-    tokenizer = processor.tokenizer
-    text = processor.tokenizer.chat_template
-    first = processor(text=["a"], return_tensors="np")["input_ids"][0][0]  # pyright: ignore[reportCallIssue]
-    if text is None or tokenizer.bos_token_id is None or first != tokenizer.bos_token_id:
-        return
-    message = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    if not tokenizer.apply_chat_template(message, tokenize=False).startswith(tokenizer.bos_token):
-        tokenizer.chat_template = BEGIN + text
-
-
-def template_for_processor(template: str) -> str:
-    """A chat template without what ``begin_as_processor`` put in front of it: the processor of the export adds it."""
-    return template.removeprefix(BEGIN)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
+import torch
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
@@ -50,7 +51,8 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
     """The values of a reward as they go into the combination.
 
     Standardising subtracts the mean and divides by the standard deviation (divisor N), or by ``LEAST_STD`` where that
-    is larger. Values that are all equal, or the only one, become 0. What failed (NaN) counts in no statistic.
+    is larger. Values that are all equal but for rounding, or the only one, become 0. What failed (NaN) counts in no
+    statistic.
 
     Args:
         values: float64 [B].
@@ -70,8 +72,10 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
 
 
 def _standardise(values: np.ndarray) -> np.ndarray:
-    # equal values become exactly 0; their standard deviation may be a rounding error above 0
-    if len(values) == 0 or values.min() == values.max():
+    from sfumato.algorithms.advantages import has_spread
+
+    # what differs by rounding alone becomes exactly 0: divided by LEAST_STD it would be a spread
+    if len(values) == 0 or not has_spread(torch.from_numpy(values)):
         return np.zeros_like(values)
     return (values - values.mean()) / max(values.std(), LEAST_STD)
 

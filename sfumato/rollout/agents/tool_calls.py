@@ -146,15 +146,15 @@ def _typed_call(name: str, values: Mapping[str, str], tools: Sequence[JsonObject
             parameters = function.get("parameters")
             described = parameters.get("properties") if isinstance(parameters, dict) else None
             properties = described if isinstance(described, dict) else {}
-    return ToolCall(name, {key: _typed_value(value, properties.get(key)) for key, value in values.items()})
+    return ToolCall(name, {key: typed_value(value, properties.get(key)) for key, value in values.items()})
 
 
-def _typed_value(text: str, schema: object) -> object:
+def typed_value(text: str, schema: object) -> object:
     """A value from its text; the text itself where the schema has strings, or the text is no value of its type.
 
     Templates write lists and mappings as JSON, and truth values as JSON or as Python does.
     """
-    if "string" in _types_of(schema):
+    if "string" in types_of(schema):
         return text
     for read in (json.loads, ast.literal_eval):
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
@@ -162,13 +162,13 @@ def _typed_value(text: str, schema: object) -> object:
     return text
 
 
-def _types_of(schema: object) -> set[str]:
+def types_of(schema: object) -> set[str]:
     """The types that a JSON schema allows; a schema that does not say any has strings."""
     if not isinstance(schema, dict):
         return {"string"}
     options = schema.get("anyOf")
     if isinstance(options, list):
-        return {name for option in options for name in _types_of(option)}
+        return {name for option in options for name in types_of(option)}
     kind = schema.get("type", "string")
     return {str(name) for name in (kind if isinstance(kind, list) else [kind])}
 
@@ -182,6 +182,9 @@ def _read_json_call(content: str) -> ToolCall:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         return ToolCall("", None, "a call must be a JSON object with name and arguments")
     arguments = call.get("arguments")
+    others = sorted(set(call) - {"name", "arguments", "id", "type"})
+    if others and "arguments" not in call:  # such as Llama's parameters, without which the defaults would be taken
+        return ToolCall(call["name"], None, f"a call must have name and arguments, and not {others[0]!r}")
     if isinstance(arguments, str) and arguments.strip():
         try:
             arguments = json.loads(arguments)

@@ -15,6 +15,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError, UserError
 from sfumato.rollout.agents.calculator import CalculationError, calculate
+from sfumato.rollout.agents.tool_calls import typed_value, types_of
 from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.sandbox.sandbox import ProgramLimits, Sandbox
 
@@ -47,7 +48,8 @@ class Tool:
         """Calls the tool. An error becomes the result, so that the model can react to it, unless a person must act.
 
         Args:
-            arguments: by name, as the model gave them, which may be anything that JSON can hold.
+            arguments: by name, as the model gave them, which may be anything that JSON can hold. A text becomes a value
+                of the type that the schema asks for.
             max_output_chars: characters of the result that the model sees; the text says how many were cut off.
 
         Raises:
@@ -57,8 +59,16 @@ class Tool:
             return ToolResult(f"Error: the arguments of {self.name} must be a JSON object", True)
         if unknown := sorted(set(arguments) - set(self.parameters)):
             return ToolResult(f"Error: {self.name} has no argument {unknown[0]!r}; it has {self.parameters}", True)
+        typed = {}
+        for name, value in arguments.items():
+            schema = self.schema["function"]["parameters"]["properties"][name]
+            # models write numbers in quotes, of which a function may make something else without an error
+            typed[name] = typed_value(value, schema) if isinstance(value, str) else value
+            if isinstance(typed[name], str) and "string" not in (types := types_of(schema)):
+                wanted = " or ".join(sorted(types))
+                return ToolResult(f"Error: {name} of {self.name} must be {wanted}, not {value!r:.100}", True)
         try:
-            result = _as_text(await self.work(**arguments))
+            result = _as_text(await self.work(**typed))
         except (UserError, asyncio.CancelledError):
             raise
         except CalculationError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 
@@ -33,9 +33,22 @@ async def call_own(function: Callable[..., Any], *args: object, timeout_s: float
     """
     async with asyncio.timeout(timeout_s):
         if inspect.iscoroutinefunction(function):
-            return await function(*args, **named)
+            return await _await_own(function(*args, **named))
         result = await _in_thread(lambda: function(*args, **named))
-        return await result if inspect.isawaitable(result) else result
+        return await _await_own(result) if inspect.isawaitable(result) else result
+
+
+async def _await_own(awaitable: Awaitable[object]) -> object:
+    """Awaits a user's coroutine. Raises OwnCallError where it exits, or is cancelled though nobody cancelled it."""
+    try:
+        return await awaitable
+    except SystemExit as raised:  # as argparse raises it
+        raise OwnCallError(f"SystemExit: {raised}") from raised
+    except asyncio.CancelledError as raised:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise OwnCallError(f"CancelledError: {raised}") from raised
 
 
 def _in_thread(call: Callable[[], object]) -> asyncio.Future[object]:

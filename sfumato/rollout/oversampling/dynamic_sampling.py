@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
-from sfumato.algorithms.advantages import ROUNDING
+from sfumato.algorithms.advantages import has_spread
 from sfumato.config.rl import RLConfig
 from sfumato.data.text.prompts import TextPromptLoader
 from sfumato.errors import ConfigError
@@ -45,7 +46,7 @@ class DynamicSampling:
         """
         del num_requested
         requests, scores = scored[-1]
-        if has_spread(scores.level):
+        if differ(scores.level):
             return []
         last_group = requests[0].group_id
         next_group = last_group + self.loader.num_prompts
@@ -79,10 +80,10 @@ def dynamic_sampling(config: RLConfig, loader: TextPromptLoader, max_extra_group
     return DynamicSampling(loader, max_extra_groups)
 
 
-def has_spread(values: np.ndarray) -> bool:
+def differ(values: np.ndarray) -> bool:
     """Whether two of a group's rewards ``[n]`` differ by more than rounding; those that are missing do not count."""
     scored = values[np.isfinite(values)]
-    return len(scored) > 1 and bool(scored.max() - scored.min() > ROUNDING * np.abs(scored).max())
+    return len(scored) > 1 and has_spread(torch.from_numpy(scored))
 
 
 def sampling_metrics(group_ids: Sequence[int], num_prompts: int) -> dict[str, float]:

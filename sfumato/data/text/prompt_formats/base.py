@@ -12,7 +12,7 @@ from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import open_rows, text_field
 from sfumato.data.text.chat_message import Messages
-from sfumato.data.text.messages import read_messages
+from sfumato.data.text.messages import are_written_messages, read_messages
 
 if TYPE_CHECKING:
     from sfumato.data.media.kinds import Medium
@@ -87,7 +87,7 @@ def other_columns(row: dict[str, object], *names: str) -> dict[str, object]:
 
 
 def text_or_messages(value: object, where: str, column: str) -> str | Messages:
-    """A prompt: a text that is not empty, or a list of messages. Raises DataError that names the row."""
-    if isinstance(value, str):
+    """A prompt: a text that is not empty, or messages, perhaps as JSON. Raises DataError that names the row."""
+    if isinstance(value, str) and not are_written_messages(value):
         return text_field({column: value}, column, where)
     return read_messages(value, where)

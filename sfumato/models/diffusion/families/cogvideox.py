@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
+from sfumato.errors import ConfigError
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart
 from sfumato.models.diffusion.latents import PaddedPrompts, ScaledVideoLatents
@@ -49,6 +50,18 @@ class CogVideoX(PaddedPrompts, ScaledVideoLatents, VariancePreserving):
             scheduler="CogVideoXDDIMScheduler",
             scheduler_settings=PUBLISHED_SCHEDULE,
         )
+
+    def check_components(self) -> None:
+        transformer = getattr(self.pipeline, self.denoiser_name, None)  # one of a scheduler alone has none
+        if transformer is None or self.max_sequence_length == transformer.config.max_text_seq_length:
+            return
+        config = transformer.config
+        # added to text and video together
+        if not config.use_rotary_positional_embeddings or config.use_learned_positional_embeddings:
+            raise ConfigError(
+                f"model.max_sequence_length {self.max_sequence_length}: this {self.pipeline_class} has positions for "
+                f"{config.max_text_seq_length} tokens of a prompt: set it to that"
+            )
 
     def check_scheduler(self) -> None:
         check_cogvideox_scheduler(self.pipeline.scheduler)

@@ -95,6 +95,10 @@ class Flux(KLLatents, FlowTokens):
     def embeds_guidance(self) -> bool:
         return bool(self.denoiser.config.guidance_embeds)
 
+    @property
+    def default_guidance(self) -> float | None:
+        return super().default_guidance if self.embeds_guidance else 1.0  # schnell's pipeline ignores it
+
     def image_tokens(self, latents: Tensor, embeddings: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """The tokens ``[B, T, C]`` of the image that is made and behind them of a given one; positions ``[T, 3]``."""
         tokens = pack(latents)

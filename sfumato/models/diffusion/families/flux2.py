@@ -86,6 +86,10 @@ class Flux2Klein(PaddedPrompts, Flux2Latents):
     def embeds_guidance(self) -> bool:
         return bool(self.denoiser.config.guidance_embeds)
 
+    @property
+    def default_guidance(self) -> float | None:
+        return 1.0 if self.pipeline.config.get("is_distilled") else super().default_guidance
+
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         """The velocity; ``embeddings["guidance"]`` ``[B]`` is 1 where it is not given."""
         sigma = sigma.to(latents.device)

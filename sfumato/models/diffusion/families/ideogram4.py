@@ -38,6 +38,8 @@ LARGEST_SIDE = 2048
 """Side in pixels of the pictures that the pipeline makes by default."""
 LOGIT_STD = 1.5
 """Standard deviation of the logits of the noise levels, the pipeline's default."""
+FIRST_GUIDANCE = 7.0
+"""The scale of the pipeline's own call in all steps but the last three."""
 
 
 class Ideogram4(PaddedPrompts, Flux2Latents):
@@ -139,6 +141,10 @@ class Ideogram4(PaddedPrompts, Flux2Latents):
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         prompts = embeddings["prompt_embeds"].to(self.input_dtype)
         return self._run(self.denoiser, latents, sigma, prompts, embeddings["prompt_mask"])
+
+    @property
+    def default_guidance(self) -> float | None:
+        return FIRST_GUIDANCE
 
     def predict_velocity(
         self, latents: Tensor, sigma: Tensor, conditioning: Conditioning, guidance_scale: float = 1.0

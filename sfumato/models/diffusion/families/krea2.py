@@ -70,6 +70,11 @@ class Krea2(QwenLatents):
     def dynamic_mu(self, tokens: int, num_steps: int | None) -> float | None:
         return DISTILLED_MU if self.pipeline.config["is_distilled"] else None
 
+    @property
+    def default_guidance(self) -> float | None:
+        scale = super().default_guidance
+        return 1.0 if self.pipeline.config["is_distilled"] or scale is None else scale + 1
+
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:
         prompt_embeds = embeddings["prompt_embeds"].to(self.input_dtype)
         rows, columns = (length // PATCH for length in latents.shape[-2:])

@@ -53,6 +53,11 @@ class ZImage(PaddedPrompts, KLLatents, FlowTokens):
         return pad_rows(rows, length)
 
     @property
+    def default_guidance(self) -> float | None:
+        scale = super().default_guidance
+        return None if scale is None else scale + 1
+
+    @property
     def longest_side(self) -> int:
         return self.probe_size * min(self.denoiser.config.axes_lens[1:])
 

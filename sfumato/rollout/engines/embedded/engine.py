@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, cast
 
 import numpy as np
@@ -31,6 +30,7 @@ from sfumato.rollout.engines.embedded.row_choice import choose_rows
 from sfumato.rollout.engines.embedded.row_state import ActiveRequest, RowState
 from sfumato.rollout.engines.embedded.rows import CachedRows, Rows, rounded_up
 from sfumato.rollout.engines.embedded.token_sampling import draw
+from sfumato.rollout.engines.host_memory import free_host_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -446,9 +446,5 @@ def _max_length(module: nn.Module, wanted: int | None) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Free memory of the GPU, or for the CPU the available memory of the machine."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    available = next(line for line in lines if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024
+    """Free memory of the GPU, or of the machine for its CPU."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_bytes()

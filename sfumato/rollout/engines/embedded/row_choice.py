@@ -127,9 +127,9 @@ def _choose(forward: Forward, longest: int, max_tokens: int, is_for_training: bo
 
 
 def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
-    """Token ids of a vocabulary of this size without those that stand for images."""
+    """Token ids of a vocabulary of this size without those that stand for media."""
     token_ids = np.arange(size)
-    return token_ids if forward.vision is None else np.setdiff1d(token_ids, forward.vision.idle_ids)
+    return token_ids if forward.vision is None else np.setdiff1d(token_ids, forward.vision.ids_beside_text())
 
 
 def _expected(forward: Forward, texts: Texts, images: Sequence[MediaRefs | None]) -> Tensor:

@@ -23,7 +23,7 @@ from sfumato.config.writing import make_new_folder, open_new, remove
 from sfumato.errors import WeightSyncError
 from sfumato.models.lora import save_adapter
 from sfumato.parallel.shards import Spec, all_parameters
-from sfumato.rollout.engines.served.host_memory import free_host_bytes
+from sfumato.rollout.engines.host_memory import free_host_bytes
 from sfumato.rollout.engines.served.tensor_file import TensorFile
 
 if TYPE_CHECKING:

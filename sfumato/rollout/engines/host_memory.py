@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -11,8 +12,14 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def free_host_bytes() -> int:
-    """Bytes that are free, or become free when they are needed; by the machine and by a limit of this container."""
-    machine = _fields(MEMINFO)["MemAvailable:"] * 1024  # told in KiB
+    """Bytes that are free, or become free when they are needed; by the machine and by a limit of this container.
+
+    macOS tells how much memory there is, but not how much is free: half of it is taken to be.
+    """
+    try:
+        machine = _fields(MEMINFO)["MemAvailable:"] * 1024  # told in KiB
+    except FileNotFoundError:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     limit = CGROUP / "memory.max"
     if not limit.is_file() or not (text := limit.read_text(encoding="ascii").strip()).isdecimal():
         return machine  # no limit
