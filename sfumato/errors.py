@@ -41,6 +41,10 @@ class ConfigError(UserError):
     """The configuration is wrong: an unknown key, a value of the wrong type, an impossible combination."""
 
 
+class UnpredictedError(ConfigError):
+    """The memory of a model cannot be predicted; a run of it may be right."""
+
+
 class DataError(UserError):
     """A data file or a row of it is missing or broken; the message names file and row."""
 

@@ -47,10 +47,11 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.answer_end import facts_of
-from sfumato.errors import UserError
+from sfumato.errors import UnpredictedError, UserError
 from sfumato.models.diffusion.folder_parts import parts_without_weights
 from sfumato.models.diffusion.load import read_index
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
+from sfumato.models.estimate.memory_plan import refuse_unpredicted
 from sfumato.models.estimate.meta_models import language_model_on_meta
 from sfumato.models.estimate.meta_vision import vision_on_meta
 from sfumato.models.language.load import build_tokenizer, read_model_config
@@ -183,15 +184,23 @@ def check_config(
         return findings
     _print_progress("building the model without memory, and predicting what it needs", show)
     try:
-        findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
-        is_here = device_gib is None and findings.device_bytes is not None
-        sizes = (findings.model, findings.data, findings.on_gpu)
-        findings.host = check_host(config, layout, *sizes, host_gib, is_here)
+        try:
+            with refuse_unpredicted(
+                str(config.model.model_path or config.model.config_path),
+                "its code does not run on tensors without memory",
+            ):
+                findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
+        except UnpredictedError as error:
+            findings.notes.append(str(error))
+        else:
+            is_here = device_gib is None and findings.device_bytes is not None
+            sizes = (findings.model, findings.data, findings.on_gpu)
+            findings.host = check_host(config, layout, *sizes, host_gib, is_here)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
         if isinstance(config.model, ModelConfig):
             findings.notes.extend(_describe_missing_weights(config.model))
-        if isinstance(config, TextRLConfig):
+        if isinstance(config, TextRLConfig) and findings.model is not None:
             _look_at_text_rl(findings, config, layout)
         if isinstance(config, DirectRLConfig):
             findings.notes.append(

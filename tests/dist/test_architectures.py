@@ -310,6 +310,18 @@ def train_with_a_failure(kind: str, **settings: Any) -> Outcome | str:
     raise RuntimeError(message)
 
 
+def train_with_little_patience(kind: str, **settings: Any) -> None:
+    with mock.patch.object(mesh_module, "PATIENCE_S", 0.5):
+        raise RuntimeError(train(kind, **settings))
+
+
+@pytest.mark.slow
+def test_a_stage_that_fails_is_told_the_remedy(ranks):
+    run = functools.partial(train_with_little_patience, "deepseek_v32", **MESHES["pp"])
+    with pytest.raises(RankError, match=r"in a stage of the pipeline: .* not subscriptable; set train\.pipeline"):
+        ranks.run(2, run, timeout=60.0)
+
+
 @pytest.mark.slow
 def test_a_rank_that_fails_by_itself_ends_the_run(ranks):
     with pytest.raises(RankError, match="rank 1, and not every rank: RuntimeError: out of luck"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -84,6 +85,27 @@ def test_a_mistake_is_described_for_the_task_that_fits_best(tmp_path: Path) -> N
         check_config(path, task="rl_diffusion")
     with pytest.raises(ConfigError, match="did you mean 'train_dit'"):
         check_config(path, task="train_dti")
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "reason"),
+    [
+        ("deepseek_v32", KINDS["deepseek_v3"] | {"index_n_heads": 4, "index_head_dim": 8}, "TypeError"),
+        ("falcon", {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}, "KeyError"),
+    ],
+)
+def test_a_model_whose_code_needs_memory_is_not_predicted_and_this_is_said(
+    kind: str, more: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    path = text_config(tmp_path)
+    described = {"model_type": kind, **more, "vocab_size": 300}
+    (tmp_path / "model.yaml").write_text(yaml.safe_dump(described))
+    findings = check_config(path, with_data=False, num_ranks=1)
+    assert findings.problems == [] and findings.model is None
+    assert findings.exit_code == FITS
+    said = rf"memory of .*model.yaml cannot be predicted, since its code does not run .*{reason}.*: start a run"
+    assert any(re.search(said, note) for note in findings.notes)
+    assert "cannot be predicted" in shown(findings)
 
 
 def test_rows_are_counted_and_tokens_estimated(tmp_path: Path) -> None:

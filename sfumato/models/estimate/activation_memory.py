@@ -225,7 +225,8 @@ def register_stand_in(on_gpu: bool, scores: bool) -> str:
         value_width = value.shape[-1]
         if not scores:  # the kernels need one width for all
             value = functional.pad(value, (0, query.shape[-1] - value_width))
-        return _StandIn.apply(query, key, value, scores)[..., :value_width].transpose(1, 2), None
+        # contiguous, as transformers' own functions return it: some models take a view of it
+        return _StandIn.apply(query, key, value, scores)[..., :value_width].transpose(1, 2).contiguous(), None
 
     AttentionInterface.register(STAND_IN, attention)
     AttentionMaskInterface.register(STAND_IN, lambda *args, **kwargs: None)

@@ -356,6 +356,7 @@ def _layer_window(attention: nn.Module, config: PreTrainedConfig) -> int | None:
     if hasattr(attention, "sliding_window"):
         return cast("int | None", attention.sliding_window)
     kinds = getattr(config, "layer_types", None)
-    if kinds and kinds[cast("int", attention.layer_idx)] != "sliding_attention":
+    index = cast("int | None", attention.layer_idx)  # a layer that others share (Zamba) has none
+    if kinds and (index is None or kinds[index] != "sliding_attention"):
         return None
     return getattr(config, "sliding_window", None)

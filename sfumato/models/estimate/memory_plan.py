@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from sfumato.config.sections import TrainConfig
 from sfumato.data.media.vision import Vision
+from sfumato.errors import UnpredictedError, UserError
 from sfumato.models.diffusion.base import DiffusionModel
 from sfumato.models.estimate.activation_memory import SavedBytes, count_saved, make_fake, run_some
 from sfumato.models.estimate.cuda_autocast import as_on_cuda
@@ -96,6 +97,27 @@ class RankMemory:
     def total(self) -> int:
         """Bytes on the device: of the parts as if all were in use at once, or of the largest other phase."""
         return max(sum(self.parts.values()), *self.phases.values(), 0)
+
+
+@contextmanager
+def refuse_unpredicted(name: str, reason: str) -> Iterator[None]:
+    """Raises UnpredictedError where code of transformers ends, within the block, because tensors have no values, or
+    because a model is built otherwise than those that are known here.
+
+    Args:
+        name: of the model.
+        reason: what is said of it, before the error.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        detail = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise UnpredictedError(
+            f"the memory of {name} cannot be predicted, since {reason} ({detail}): start a run of a few steps instead "
+            "(train.max_steps)"
+        ) from error
 
 
 def plan_memory(planned: Planned, train: TrainConfig, num_ranks: int, compiled: bool = False) -> list[RankMemory]:

@@ -25,16 +25,11 @@ from sfumato.models.diffusion.folder_parts import component_class, names_part
 from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
 from sfumato.models.estimate.activation_memory import autocast, register_stand_in
-from sfumato.models.estimate.memory_plan import Planned
-from sfumato.models.estimate.meta_vision import (
-    encoder_bytes,
-    freeze_as_configured,
-    refuse_unknown_encoders,
-    vision_on_meta,
-)
+from sfumato.models.estimate.memory_plan import Planned, refuse_unpredicted
+from sfumato.models.estimate.meta_vision import encoder_bytes, freeze_as_configured, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
 from sfumato.models.language.model import check_multimodal, check_settings
-from sfumato.models.language.parts import read_model_config
+from sfumato.models.language.parts import read_model_config, where_described
 from sfumato.models.language.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.lora import add_lora
@@ -76,6 +71,11 @@ def language_model_on_meta(
     described.get_text_config().output_router_logits = False  # small beside the rest of a forward pass
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
     cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
+    if cls is None and not config.trust_remote_code:
+        raise ConfigError(
+            f"{where_described(config)}: transformers' {auto_class.__name__} knows no {described.model_type}: take a "
+            "model that it makes, or, where Python code lies in the folder, set model.trust_remote_code"
+        )
     settings = {
         "attn_implementation": attention_by_part(described, attention, cls),
         "dtype": dtype,
@@ -228,7 +228,7 @@ def _plan_tokens(
         check_multimodal(module, mesh)
         vision = vision_on_meta(model, module, media_format)
         mode = train.activation_checkpointing
-        with refuse_unknown_encoders(module):
+        with refuse_unpredicted(type(module).__name__, "its encoder has an unknown form"):
             encoder = encoder_bytes(model, module, vision, rows * length, mode, dtype, on_gpu)
     return Planned(
         build=lambda: language_model_on_meta(model, on_gpu, sees=sees),

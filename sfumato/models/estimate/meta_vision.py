@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,7 +17,6 @@ from sfumato.config.trust import make_from_config
 from sfumato.data.media.sounds import Sound
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.format import TextFormat
-from sfumato.errors import ConfigError, UserError
 from sfumato.models.estimate.activation_memory import SavedBytes, count_saved
 from sfumato.models.estimate.cuda_autocast import as_on_cuda
 from sfumato.models.language.parts import BYTES, build_tokenizer, freeze, read_model_config, source_of
@@ -68,21 +66,6 @@ def freeze_as_configured(module: PreTrainedModel, config: LanguageModelConfig) -
         add_lora(module, config.lora, language_targets(module), seed=0)
 
 
-@contextmanager
-def refuse_unknown_encoders(module: nn.Module) -> Iterator[None]:
-    """Raises ConfigError, within the block, for a model whose encoder ``encoder_bytes`` cannot run or look into."""
-    try:
-        yield
-    except UserError:
-        raise
-    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ConfigError(
-            f"the memory of {type(module).__name__} cannot be predicted, since its encoder has an unknown form "
-            f"({reason}): start a run of a few steps instead (train.max_steps)"
-        ) from error
-
-
 def encoder_bytes(
     config: LanguageModelConfig,
     module: nn.Module,
@@ -108,7 +91,7 @@ def encoder_bytes(
         dtype: dtype of the computation; None is float32.
         on_gpu: count as on a GPU.
 
-    Its blocks are found by their names, and ``get_image_features`` runs it: see ``refuse_unknown_encoders``.
+    Its blocks are found by their names, and ``get_image_features`` runs it: see ``refuse_unpredicted``.
     """
     from transformers import AutoModelForMultimodalLM
 

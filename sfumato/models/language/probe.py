@@ -248,7 +248,15 @@ class Checks:
 
     def _agree_on(self, problem: str | None) -> str | None:
         """The problem of the first rank that has one: all ranks must go on alike, since checks are collective."""
-        return self.model.mesh.first_problem(problem)
+        try:
+            return self.model.mesh.first_problem(problem)
+        except ConfigError as error:
+            if self.model.mesh.layout.pp == 1:
+                raise
+            # the stages behind one that fails wait for what it does not send
+            raise ConfigError(
+                f"{self.model.name} fails in a stage of the pipeline: {error}; set train.pipeline_parallel_size to 1"
+            ) from error
 
     def measure(self) -> Measured:
         """The model's results for the documents, with its current row layout and attention."""
