@@ -280,11 +280,12 @@ def _has_transparency(frame: VideoFrame) -> bool:
 
 def _is_mirrored(frame: VideoFrame) -> bool:
     """Whether the matrix by which a frame is shown mirrors it, of which OpenCV follows the rotation alone."""
-    for data in cast("SideDataContainer", frame.side_data):
-        if data.type.name == "DISPLAYMATRIX":
-            a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
-            return a * d - b * c < 0
-    return False
+    # by key: until PyAV 18 the container gave its values in turn, since then its keys
+    data = cast("SideDataContainer", frame.side_data).get("DISPLAYMATRIX")
+    if data is None:
+        return False
+    a, b, _, c, d = struct.unpack("=5i", bytes(data)[:20])
+    return a * d - b * c < 0
 
 
 def _stated_seconds(container: InputContainer, stream: VideoStream) -> float:

@@ -8,12 +8,14 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
-import torch
 
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.user_functions import import_function
 from sfumato.errors import ConfigError
 from sfumato.rewards.scoring.calls import describe_error
+
+ROUNDING = 1e-12
+"""Values that differ by no more than this part of the largest, or of 1, are equal, as advantages have it."""
 
 LEAST_STD = 1e-6
 """Smallest standard deviation that is divided by; values that are all equal become 0."""
@@ -72,10 +74,8 @@ def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None)
 
 
 def _standardise(values: np.ndarray) -> np.ndarray:
-    from sfumato.algorithms.advantages import has_spread
-
     # what differs by rounding alone becomes exactly 0: divided by LEAST_STD it would be a spread
-    if len(values) == 0 or not has_spread(torch.from_numpy(values)):
+    if len(values) == 0 or np.ptp(values) <= ROUNDING * max(np.abs(values).max(), 1.0):
         return np.zeros_like(values)
     return (values - values.mean()) / max(values.std(), LEAST_STD)
 
