@@ -319,7 +319,8 @@ def test_values_of_an_answer_are_what_they_were():
     "content", ['{"choices":[' + "1," * 2**20 + "1]}", '{"a":' * 2000, '{"choices":[{"message":' + "[" * 5000]
 )
 def test_a_hostile_reply_of_a_judge_is_a_bad_answer(content):
-    with pytest.raises(BadAnswerError, match=r"Invalid JSON: .*(more than|nested)") as caught:
+    # Python 3.14 reads on to where the text breaks off
+    with pytest.raises(BadAnswerError, match=r"Invalid JSON: .*(more than|nested|Expecting value)") as caught:
         decode_reply(content.encode())
     assert len(str(caught.value)) < 500
 
