@@ -25,6 +25,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def _plan_error(problem: str) -> ConfigError:
+    """An error of a plan, with the remedy of who did not write it: plans of language models are transformers'."""
+    return ConfigError(f"plan of tensor parallelism: {problem}; or set train.tensor_parallel_size to 1")
+
+
 @dataclass(frozen=True)
 class Style:
     """The style that a plan gives a module or parameter."""
@@ -39,7 +44,7 @@ class Style:
         kind, _, blocks = text.partition(":")
         if kind not in STYLES or (blocks and not blocks.isdigit()):
             names = ", ".join(sorted(STYLES))
-            raise ConfigError(f"plan of tensor parallelism: {pattern!r} has the unknown style {text!r}; known: {names}")
+            raise _plan_error(f"{pattern!r} has the unknown style {text!r}; known: {names}")
         return cls(kind, int(blocks) if blocks else STYLES[kind].blocks)
 
     @property
@@ -122,8 +127,8 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
         style = Style.parse(text.removesuffix("?"), pattern)
         matching = [*filter(matcher(pattern), names)]
         if not matching and not text.endswith("?"):
-            raise ConfigError(
-                f"plan of tensor parallelism: {pattern!r} ({text}) matches nothing in {type(module).__name__}; "
+            raise _plan_error(
+                f"{pattern!r} ({text}) matches nothing in {type(module).__name__}; "
                 "correct the name, or end the style with ? if not every model has it"
             )
         module_styles |= dict.fromkeys(matching, style)
@@ -167,8 +172,8 @@ def _check_owners(module: nn.Module, module_styles: Mapping[str, Style]) -> None
         if style.meaning.cuts and _is_parameter(module, name):
             owner = name.rpartition(".")[0]
             if owner not in module_styles or module_styles[owner].kind not in ("moe_tp_experts", "local_params"):
-                raise ConfigError(
-                    f"plan of tensor parallelism: {name} is a bare parameter ({style.kind}); its module {owner} needs "
+                raise _plan_error(
+                    f"{name} is a bare parameter ({style.kind}); its module {owner} needs "
                     "the style moe_tp_experts or local_params"
                 )
 
@@ -259,9 +264,8 @@ def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, l
 
 def _check_type(module: nn.Module, expected: type[nn.Module], name: str, kind: str) -> None:
     if not isinstance(module, expected):
-        raise ConfigError(
-            f"plan of tensor parallelism: {name} is a {type(module).__name__}, but the style {kind} is for "
-            f"torch.nn.{expected.__name__}"
+        raise _plan_error(
+            f"{name} is a {type(module).__name__}, but the style {kind} is for torch.nn.{expected.__name__}"
         )
 
 
@@ -326,9 +330,7 @@ def _apply_latent(module: nn.Module, site: _Site) -> set[nn.Module]:
     if not site.in_partial_group:
         config = cast("PreTrainedModel", site.module).config.get_text_config()
         if not hasattr(config, "qk_rope_head_dim"):
-            raise ConfigError(
-                f"{site.name}: the style mla_kv_a_proj needs qk_rope_head_dim in the model's configuration"
-            )
+            raise _plan_error(f"{site.name}: mla_kv_a_proj needs qk_rope_head_dim in the model's configuration")
         width = config.qk_rope_head_dim
         styles.change_class(module, styles.LatentKeyValue, tp_ranks=site.cutter.ranks, tp_rotary=width)
     return set()

@@ -310,6 +310,12 @@ def train_with_a_failure(kind: str, **settings: Any) -> Outcome | str:
     raise RuntimeError(message)
 
 
+def test_layers_that_cannot_be_shared_are_told_the_remedy(ranks):
+    settings = {"tensor_parallel_size": 2, "sequence_parallel": True}
+    for outcome in ranks.run(2, functools.partial(train, "dbrx", **settings), timeout=60.0):
+        assert "for which set train.sequence_parallel to false" in outcome
+
+
 def train_with_little_patience(kind: str, **settings: Any) -> None:
     with mock.patch.object(mesh_module, "PATIENCE_S", 0.5):
         raise RuntimeError(train(kind, **settings))

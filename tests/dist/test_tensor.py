@@ -176,6 +176,7 @@ def test_what_cannot_be_cut_is_named(ranks):
     assert "'model.layers.*.mlp.gate' (colwise) matches nothing" in result["nothing"]
     assert "model.norm is a Qwen3RMSNorm" in result["type"]
     assert "experts needs the style moe_tp_experts" in result["owner"]
+    assert all("set train.tensor_parallel_size to 1" in result[name] for name in ("style", "nothing", "type", "owner"))
     assert "Qwen3ForCausalLM has no plan" in result["plan"]
     assert "train.sequence_parallel is for language models" in result["sequence"]
 

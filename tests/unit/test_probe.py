@@ -329,6 +329,20 @@ def test_what_begins_at_a_length_of_the_row_is_noticed() -> None:
     assert model.row_layout.same_length and len(said) == 1
 
 
+class Tabled(LlamaForCausalLM):
+    """A mask that is cut from a table of positions, as GPT-Neo's."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: object) -> object:
+        if input_ids.shape[1] > self.config.max_position_embeddings:
+            raise RuntimeError("The size of tensor a must match the size of tensor b")
+        return super().forward(input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_rows_longer_than_a_table_of_positions_are_noticed() -> None:
+    model, said = look(Tabled, micro_batch_size=4)
+    assert model.row_layout.rows == "documents" and len(said) == 1
+
+
 def test_a_module_that_transformers_cannot_run_is_named() -> None:
     class Broken(LlamaForCausalLM):
         def forward(self, *args: object, **kwargs: object) -> object:
@@ -356,6 +370,7 @@ def test_documents_are_the_same_every_time_and_fit_into_a_micro_batch() -> None:
         return [[document.num_tokens for document in part] for part in first]
 
     assert lengths(64, 1) == [[13, 5, 21, 21, 2], [36, 27], [64]]
-    assert lengths(64, 4) == [[13, 5, 21, 21, 2], [64, 48]]
+    assert lengths(64, 2) == [[13, 5, 21, 21, 2], [64, 48]]
+    assert lengths(64, 4) == [[13, 5, 21, 21, 2], [64, 48, 17]]  # one token more than the model has positions
     assert lengths(8, 1) == [[8, 5, 8, 8, 2]]
     assert lengths(100_000, 1)[1:] == [[8192, 6144]]

@@ -9,12 +9,11 @@ tokens of its document do.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +26,7 @@ from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
 from sfumato.models.language.document_rows import forget_lengths
+from sfumato.models.language.generator_states import generator_states, generators_restored, is_same_state
 from sfumato.models.language.hf_config import can_set_attention, changing_positions, set_attention
 from sfumato.models.language.packed_attention import ATTENTION
 from sfumato.models.language.packed_model import PackedModel, RowLayout
@@ -124,7 +124,7 @@ def probe(
         say(line)
     documents = make_documents(model, train, max_seq_len)
     checks = Checks(model, documents, train, _num_copies(train), trains)
-    with _generators_restored(), model.probed():
+    with generators_restored(), model.probed():
         expected = checks.reference()
         problems: dict[Way, str] = {}
         # the first way that is right is taken: ways are ordered by cost
@@ -266,9 +266,9 @@ class Checks:
             for batch in self.batches:
                 self._log_probs(batch)
         log_probs = torch.cat([self._log_probs(batch) for batch in self.batches])
-        states = _generator_states()
+        states = generator_states()
         loss, grad_norm = self._train()
-        random = tuple(name for name, state in _generator_states().items() if not _is_same_state(state, states[name]))
+        random = tuple(name for name, state in generator_states().items() if not is_same_state(state, states[name]))
         return Measured(log_probs, loss, grad_norm, random)
 
     def _train(self) -> tuple[float, float]:
@@ -560,6 +560,9 @@ def _report_problems(
         text += f". A row for each document may be right, for which set {_find_obstacle(model)}"
     elif not checks.train.rmpad_with_pos_ids and "for each alone" in text:
         text += ". train.rmpad_with_pos_ids true, which sends documents without padding, may be right"
+    elif model.mesh.layout.tp > 1:
+        setting = "sequence_parallel to false" if checks.train.sequence_parallel else "tensor_parallel_size to 1"
+        text += f". Layers that ranks do not share so may be right, for which set train.{setting}"
     if checks.train.probe == "stop":
         raise ConfigError(f"{text}. (train.probe warn goes on all the same)")
     say(f"WARNING: {text}")
@@ -569,32 +572,3 @@ def _num_copies(train: TextTrainConfig | TextRLTrainConfig) -> int:
     """The smallest number of micro-batches that the pipeline's schedule takes."""
     multiple, minimum = micro_batch_rule(train)
     return -(-max(minimum, 1) // multiple) * multiple
-
-
-@contextmanager
-def _generators_restored() -> Iterator[None]:
-    """Restores the states of the generators of random numbers afterwards."""
-    states = _generator_states()
-    try:
-        yield
-    finally:
-        random.setstate(states["python"])
-        np.random.set_state(states["numpy"])
-        torch.set_rng_state(states["torch"])
-        if "cuda" in states:
-            torch.cuda.set_rng_state(states["cuda"])
-
-
-def _generator_states() -> dict[str, Any]:
-    """States of the generators of random numbers, by the name of the library or device."""
-    states = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
-    return states | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
-
-
-def _is_same_state(state: Any, other: Any) -> bool:
-    """Whether two states of one generator, tensors or tuples with arrays in them, are equal."""
-    if isinstance(state, Tensor):
-        return torch.equal(state, other)
-    if isinstance(state, tuple):
-        return all(np.array_equal(entry, other_entry) for entry, other_entry in zip(state, other, strict=True))
-    return state == other

@@ -13,6 +13,7 @@ from torch import Tensor
 from sfumato.config.text_data import TextTrainConfig
 from sfumato.data.media.document_media import MediaRefs
 from sfumato.data.text.document import Document, TextSample
+from sfumato.models.language.hf_config import max_positions
 from sfumato.models.language.packed_model import PackedModel
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ def make_documents(
 
     The first micro-batch has the short documents. The second has two of similar length that fill a micro-batch of the
     run, the third one as long as the run's longest, each where it would be longer than those before: they show what
-    begins at some length, such as a window or a choice of keys.
+    begins at some length, such as a window or a choice of keys. Where micro-batches may have more tokens than the model
+    has positions, the second one has, too: a mask may be cut from a table of positions (GPT-Neo).
     """
     longest = min(max_seq_len, LONGEST)
     # the second document has three quarters of the first one's length: 4/7 and 3/7 of the micro-batch
@@ -47,6 +49,10 @@ def make_documents(
     lengths = [[min(length, max_seq_len) for length in LENGTHS]]
     if first > max(LENGTHS):
         lengths.append([first, max(first * 3 // 4, 2)])
+        positions = max_positions(model.plain.config.get_text_config())
+        if positions is not None and positions < min(train.micro_batch_size * max_seq_len, LONGEST):
+            missing = positions + 1 - sum(lengths[1])
+            lengths[1] += [max(min(first, missing - start), 2) for start in range(0, missing, first)]
     if longest > max(first, *LENGTHS):
         lengths.append([longest])
     generator = torch.Generator().manual_seed(0)
