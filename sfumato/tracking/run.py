@@ -265,6 +265,10 @@ class Run:
             with self._files.spare(self.output_dir / "samples"):
                 save_samples_and_grids(self.output_dir, step, records, add=True)
 
+    def report_samples(self, error: OSError | None) -> None:
+        """Reports why samples that a role saves could not be written, once until they can be; None: they were."""
+        self._files.report(self.output_dir / "samples", error)
+
     def show_samples(self, step: int) -> None:
         """Passes the pictures of a step in the run folder to the trackers."""
         self.sampled_step = step
