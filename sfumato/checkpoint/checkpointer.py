@@ -176,8 +176,8 @@ class Checkpointer:
         self.before_save()
         if bad := self._find_not_finite(state):
             raise NonFiniteError(
-                f"after step {state.step} weights are NaN or infinite: {listed(bad)}. No checkpoint was written; the "
-                f"newest is of step {max(list_checkpoints(self.root), default=0)}"
+                f"after step {state.step} weights are NaN or infinite: {listed(bad)}. No checkpoint was written; "
+                f"{self._describe_newest()}"
             )
         if state.run_id is None and self.mesh.is_first:  # rank 0 writes everything that is not a tensor
             state.run_id = read_environment(self.root.parent).get("run_id")
@@ -227,10 +227,14 @@ class Checkpointer:
         else:
             self._saved_step = saving.step
 
+    def _describe_newest(self) -> str:
+        """Which checkpoint the run can go on from now."""
+        steps = list_checkpoints(self.root)
+        return f"the newest is of step {max(steps)}" if steps else "there is no other yet"
+
     def _report(self, step: int, error: CheckpointError, must_succeed: bool) -> None:
         """Raises, or only says, that a checkpoint could not be written."""
-        newest = max(list_checkpoints(self.root), default=0)
-        text = f"checkpoint of step {step} could not be written: {error}; the newest is of step {newest}"
+        text = f"checkpoint of step {step} could not be written: {error}; {self._describe_newest()}"
         if must_succeed:
             raise CheckpointError(text) from error
         self.run.say(text)

@@ -101,7 +101,8 @@ def evaluate(
             ([samples[place] for place in share], [scored[place] for place in share], part)
             for share, part in zip(shares, list(trained) or [None] * len(shares), strict=True)
         ]
-        actor.map(_save_samples, parts, scores, advantages, config, step, add, kind="save").result()
+        error = actor.map(_save_samples, parts, scores, advantages, config, step, add, kind="save").result()
+        run.report_samples(error)
         run.show_samples(step)
     return metrics
 
@@ -221,10 +222,13 @@ def _save_samples(
     config: RLConfig,
     step: int,
     add: bool,
-) -> None:
+) -> OSError | None:
     """Runs in the actor's ranks: the first one saves samples of the evaluation and of the iteration.
 
     ``part`` holds samples that drawing ranks returned, their scores, and what this actor rank learned from.
+
+    Returns:
+        Why they could not be written, as on a full disk; the run can do without them.
     """
     drawn, scored, trained = part
     records = [
@@ -249,6 +253,10 @@ def _save_samples(
     # Before ranks return: gathering needs them all.
     together: list[SampleRecord] = [record for some in actor.mesh.gather(records) for record in some]
     if not actor.mesh.is_first:
-        return
+        return None
     together.sort(key=lambda record: (record.kind, record.sample_id))  # files are equal on any number of ranks
-    save_samples_and_grids(Path(config.train.output_dir), step, together, add=add)
+    try:
+        save_samples_and_grids(Path(config.train.output_dir), step, together, add=add)
+    except OSError as error:
+        return error
+    return None

@@ -49,7 +49,8 @@ def describe_run(reader: RunReader) -> JSON:
     step = reader.metrics.last_step
     total = reader.total_steps(environment)
     step_s = reader.step_s
-    is_predictable = state.is_alive and total is not None and step_s is not None
+    is_going_on = state.is_alive and not state.text  # neither paused nor standing still
+    is_predictable = is_going_on and total is not None and step_s is not None
     return {
         "run": reader.name,
         "state": state.state,

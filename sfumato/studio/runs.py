@@ -18,8 +18,9 @@ from sfumato.config.yaml_text import parse_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.studio.samples import SampleIndex
 from sfumato.studio.series import Curve, MetricTable
-from sfumato.studio.states import RunState, find_state
+from sfumato.studio.states import Pause, RunState, find_pause, find_state
 from sfumato.studio.tail import LineTail, open_regular
+from sfumato.tracking.control_files import ANSWERS
 
 MARKS = ("metrics.jsonl", "environment.json", "run.lock")
 """Files one of which a run folder has, beside config.yaml."""
@@ -180,7 +181,14 @@ class RunReader:
 
     def state(self, environment: dict[str, object]) -> RunState:
         """What the run is doing."""
-        return find_state(self.folder, bool(environment.get("finished")), self.metrics.last_step, self.step_s)
+        pause = self._parse(ANSWERS, find_pause)
+        return find_state(
+            self.folder,
+            bool(environment.get("finished")),
+            self.metrics.last_step,
+            self.step_s,
+            pause if isinstance(pause, Pause) else None,
+        )
 
     def cursor(self) -> Cursor:
         """What there is to see now."""

@@ -265,6 +265,10 @@ class Run:
             with self._files.spare(self.output_dir / "samples"):
                 save_samples_and_grids(self.output_dir, step, records, add=True)
 
+    def report_samples(self, error: OSError | None) -> None:
+        """Reports why samples that a role saves could not be written, once until they can be; None: they were."""
+        self._files.report(self.output_dir / "samples", error)
+
     def show_samples(self, step: int) -> None:
         """Passes the pictures of a step in the run folder to the trackers."""
         self.sampled_step = step
@@ -500,6 +504,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
             settings and code or do not share the folder.
         FolderError: on every rank, when another run is at work in the folder, or one stands there that this one
             does not go on with.
+        CheckpointError: on every rank, when ``train.load_checkpoint_path`` does not exist.
     """
     train = config.train  # type: ignore[attr-defined]
     check_trackers(train.trackers)
@@ -523,7 +528,15 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
 
 
 def _take_folder(config: Section, mesh: Mesh, early: list[str]) -> RunFolder | None:
-    """Rank 0 opens the folder; every rank raises its FolderError. ``early`` takes the messages."""
+    """Rank 0 opens the folder; every rank raises its FolderError. ``early`` takes the messages.
+
+    Raises CheckpointError when ``train.load_checkpoint_path`` does not exist: reading data, which comes before the
+    checkpoint, may take hours.
+    """
+    wanted = config.train.load_checkpoint_path  # type: ignore[attr-defined]
+    is_absent = wanted not in (None, "auto", "new") and not Path(wanted).is_dir()
+    if mesh.first(is_absent, among="world"):
+        raise CheckpointError(f"train.load_checkpoint_path: {wanted} does not exist")
 
     def say(text: str) -> None:
         early.append(text)

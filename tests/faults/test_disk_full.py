@@ -80,6 +80,13 @@ def test_a_periodic_save_that_fails_is_reported_and_the_next_one_works(tmp_path,
         verify_checkpoint(folder)
 
 
+def test_a_first_save_that_fails_names_no_other(tmp_path, monkeypatch):
+    checkpointer, state = make(tmp_path)
+    break_saving(monkeypatch, FAILURES[0])
+    checkpointer.after_step(state)
+    assert "No space left on device; there is no other yet" in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
 def wait_for(checkpointer: Checkpointer) -> None:
     """Until the thread has written; the checkpoint is complete only after the next step."""
     if checkpointer._pending is not None:

@@ -13,12 +13,14 @@ from sfumato.config.load import merge
 from sfumato.errors import CheckpointError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
+from sfumato.runtime import evaluate
 from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.json_lines import JsonLines, read_jsonl
 from sfumato.tracking.run import Run
+from sfumato.tracking.samples import read_samples
 from sfumato.tracking.trackers import Trackers
-from tests.tiny import load_task, run_task_here, tiny_dit_config, weights_in
+from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_text_rl_config, weights_in
 
 
 def fill(disk: Path) -> None:
@@ -118,6 +120,22 @@ def test_a_run_on_a_disk_that_is_full_for_a_while(small_disk, tmp_path):
     said = (output_dir / "log.txt").read_text(encoding="utf-8").splitlines()
     assert any("samples can be written again" in line for line in said)
     assert not [path for path in output_dir.rglob("*") if ".tmp" in path.name or ".being" in path.name]
+
+
+def test_rl_goes_on_without_samples(tmp_path, monkeypatch):
+    save = evaluate.save_samples_and_grids
+
+    def with_little_room(folder, step, records, *, add):
+        if step == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        save(folder, step, records, add=add)
+
+    monkeypatch.setattr(evaluate, "save_samples_and_grids", with_little_room)
+    output_dir = run_task_here("rl_text", tiny_text_rl_config(tmp_path, train={"max_steps": 1}))
+    said = (output_dir / "log.txt").read_text(encoding="utf-8")
+    assert f"{output_dir / 'samples'} cannot be written: No space left on device; the run goes on" in said
+    assert "samples can be written again" in said
+    assert sorted(read_samples(output_dir)) == [1]
 
 
 def test_each_file_is_named_once(small_disk, capsys):

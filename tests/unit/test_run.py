@@ -18,7 +18,7 @@ import torch
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
-from sfumato.errors import NonFiniteError, PreemptedError, RoleLostError, StoppedError
+from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError, RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.alerts import Alert
@@ -47,6 +47,12 @@ def _signals():
 def start(tmp_path: Path, **train: object) -> Run:
     config = load_config(TrainDitConfig, overrides=tiny_dit_config(tmp_path, train=train))
     return start_run(config, ALONE, "test")
+
+
+def test_a_checkpoint_that_does_not_exist_is_named_before_there_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="nowhere does not exist"):
+        start(tmp_path, load_checkpoint_path=str(tmp_path / "nowhere"))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_that_never_took_a_step_is_not_kept(tmp_path: Path) -> None:

@@ -138,6 +138,13 @@ def test_a_run_that_is_at_work_died_or_stands_still(client, runs):
         os.utime(runs / "a" / name, (old, old))
     still = read(client, "/api/status", run="a")
     assert still["state"] == "standing still" and [alert["kind"] for alert in still["alerts"]] == ["standing still"]
+    answer = {"command": "pause", "result": "done", "step": 12, "time": time.time()}
+    (runs / "a" / "control.jsonl").write_text(json.dumps(answer) + "\n")
+    write_lock(runs / "a", since="2026-11-25 10:00:00+00:00")
+    paused = read(client, "/api/overview", run="a")
+    assert (paused["state"], paused["eta_s"]) == ("running", None) and "paused" in paused["state_text"]
+    write_lock(runs / "a", since="2999-11-25 10:00:00+00:00")  # the process that was paused is another one
+    assert read(client, "/api/status", run="a")["state"] == "standing still"
     write_lock(runs / "a", born="another process of that number")
     died = read(client, "/api/status", run="a")
     assert died["state"] == "died" and "gone" in died["alerts"][0]["text"]

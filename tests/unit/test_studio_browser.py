@@ -307,6 +307,17 @@ def test_control_writes_what_was_pressed_and_shows_the_answer(browser, tmp_path)
         studio.close()
 
 
+def test_links_and_long_answers_need_neither_colours_nor_a_mouse(studio):
+    page = studio.tab("overview?run=a")
+    page.wait_for_selector("main p a:has-text('gallery')")
+    link = page.locator("main p a:has-text('gallery')")
+    assert link.evaluate("(link) => getComputedStyle(link).textDecorationLine") == "underline"
+    assert link.bounding_box()["height"] >= 24  # WCAG 2.2, 2.5.8
+    page.goto(f"{studio.base}/#/sample?run=experiments/changed&step=2&kind=eval&id=0")
+    page.wait_for_selector(".stage .text[tabindex='0']")
+    page.context.close()
+
+
 def test_the_page_is_dark_where_the_system_is(studio):
     colours = []
     for scheme in ("light", "dark"):

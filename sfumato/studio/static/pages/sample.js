@@ -80,7 +80,7 @@ export function media(run, step, version, row) {
 function picture(run, step, version, row) {
   if (row.damage) return [h("p", {class: "warning"}, row.damage), row.file && h("img", {src: fileAddress(run, step, row.file, version), alt: ""})];
   if (row.tokens && row.text !== undefined) return tokens(row);
-  if (row.text !== undefined) return h("div", {class: "text"}, row.text || h("span", {class: "note"}, "empty"));
+  if (row.text !== undefined) return h("div", {class: "text", tabindex: 0}, row.text || h("span", {class: "note"}, "empty"));
   const address = fileAddress(run, step, row.file ?? "", version);
   if (/\.(wav|flac)$/.test(row.file ?? "")) {
     const spectrum = `/spectrum?${new URLSearchParams({run, step, file: row.file, v: version})}`;
