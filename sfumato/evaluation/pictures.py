@@ -170,7 +170,7 @@ class PictureModel:
             damage=damage,
         )
         return [
-            sample_of(prompt, image, group_id, source, problem)
+            sample_of(prompt, image, group_id, source, problem, self.model.frame_rate)
             for prompt, image, group_id, source, problem in zip(
                 prompts, images, ids, sources or [None] * len(images), damage, strict=True
             )

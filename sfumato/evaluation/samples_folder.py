@@ -33,6 +33,7 @@ MAX_PIXELS = 256
 MOST_SHOWN = 64
 """Samples of each model on the page; all are in files."""
 FRAMES_PER_S = 1000 // FRAME_MS
+"""Of videos that do not say at which rate they are played."""
 AAC_RATE = 48000
 """Samples per second of the sound in MP4 files; AAC knows few rates."""
 
@@ -169,8 +170,10 @@ class SamplesFolder:
         if sample.image.ndim == 3:
             write_picture(sample.image, path.with_name(f"{path.name}.png"))
             return f"{name}.png"
-        write_picture(sample.image, path.with_name(f"{path.name}.webp"))  # which pages embed
-        has_mp4 = write_video(sample.image, path.with_name(f"{path.name}.mp4"))
+        frame_rate = sample.frame_rate or FRAMES_PER_S
+        # which pages embed
+        write_picture(sample.image, path.with_name(f"{path.name}.webp"), round(1000 / frame_rate))
+        has_mp4 = write_video(sample.image, path.with_name(f"{path.name}.mp4"), frame_rate)
         return f"{name}{self._ending(has_mp4, 'OpenCV with VP9')}"
 
     def _write_video_with_sound(self, content: VideoWithSound, path: Path) -> str:
@@ -258,8 +261,10 @@ def folder_name(label: str) -> str:
     return re.sub(r"[^\w.-]+", "_", label, flags=re.ASCII).strip("._") or "model"
 
 
-def write_video(frames: np.ndarray, path: Path) -> bool:
+def write_video(frames: np.ndarray, path: Path, frame_rate: float) -> bool:
     """Writes a video, uint8 ``[F, H, W, 3]``, as MP4 with VP9; without OpenCV (the extra ``video``) nothing.
+
+    It has ``frame_rate`` frames per second.
 
     Returns:
         Whether it was written.
@@ -270,7 +275,7 @@ def write_video(frames: np.ndarray, path: Path) -> bool:
         return False
     height, width = frames.shape[1:3]
     codec = cv2.VideoWriter.fourcc(*"vp09")
-    writer = cv2.VideoWriter(str(path), codec, FRAMES_PER_S, (width, height))
+    writer = cv2.VideoWriter(str(path), codec, frame_rate, (width, height))
     if not writer.isOpened():
         return False
     for frame in frames:

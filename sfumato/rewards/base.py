@@ -78,7 +78,7 @@ class Sample:
     """The sound, int16 ``[channels, N]`` with its sampling rate, alone or of a video; None without, and on a reward
     server."""
     frame_rate: float = 0.0
-    """Frames per second of a video with sound; 0 for all other samples."""
+    """Frames per second at which a video is meant to be played; 0 where that is not known, and of other samples."""
     messages: list[JsonObject] | None = None
     """The whole conversation with ``role`` and ``content``, tools included, where there were several turns."""
     num_tokens: int = 0

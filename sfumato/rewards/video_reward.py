@@ -29,9 +29,9 @@ class VideoReward(ChatModelReward):
     needs_video: ClassVar[bool] = True
     loader: ClassVar[str] = "sfumato.rewards.networks.video_reward:load_video_reward"
 
-    frame_rate: float
-    """Frames per second at which the videos are meant to be played, such as 16 of Wan 2.1; those with sound say it
-    themselves."""
+    frame_rate: float | None = None
+    """Frames per second at which the videos are meant to be played; None takes what the model's family has, such as 16
+    of Wan 2.1, which a reward server is not told."""
     dimensions: tuple[Literal["VQ", "MQ", "TA"], ...] = ("VQ", "MQ", "TA")
     """What is added up: visual quality VQ, motion quality MQ, text alignment TA."""
     dtype: Literal["fp32", "bf16", "fp16"] = "bf16"
@@ -41,7 +41,7 @@ class VideoReward(ChatModelReward):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not (math.isfinite(self.frame_rate) and self.frame_rate > 0):
+        if self.frame_rate is not None and not (math.isfinite(self.frame_rate) and self.frame_rate > 0):
             raise ConfigError(
                 f"frame_rate of reward {self.label!r} must be a positive number of frames per second, not "
                 f"{self.frame_rate}"
@@ -64,7 +64,16 @@ class VideoReward(ChatModelReward):
                 )
         scores = network(
             [sample.frames for sample in samples],
-            [sample.frame_rate or self.frame_rate for sample in samples],
+            [self._frame_rate_of(sample) for sample in samples],
             [sample.prompt for sample in samples],
         )
         return scores[:, [DIMENSIONS.index(dimension) for dimension in self.dimensions]].sum(dim=1)
+
+    def _frame_rate_of(self, sample: Sample) -> float:
+        """Raises DataError where neither the reward nor the sample says it."""
+        frame_rate = self.frame_rate or sample.frame_rate
+        if not frame_rate:
+            raise DataError(
+                f"reward {self.label!r} is not told the frames per second of the videos: set its frame_rate"
+            )
+        return frame_rate

@@ -27,7 +27,7 @@ from sfumato.tracking.json_lines import is_number, read_jsonl, strict_json
 from sfumato.tracking.waveforms import VideoWithSound, Waveform, spectrum_picture
 
 FRAME_MS = 1000 // 16
-"""Milliseconds for which a frame of a video is shown: Wan makes 16 a second."""
+"""Milliseconds for which a frame of a video is shown whose model does not say it: 16 a second."""
 
 WEBP = {"quality": 90, "method": 0}
 """Settings of animations: 33 frames of 480 x 832 pixels take a seventh of a lossless file's size and a third of PNG's
@@ -61,6 +61,7 @@ class SampleRecord:
         advantage: None where there is none (evaluation).
         policy_version: number of finished optimisation steps of the weights that made the sample.
         damage: why the content is not what was sampled, such as NaN that became black; empty where it is.
+        frame_rate: frames per second of a video; 0 where they are not known.
     """
 
     content: np.ndarray | str | Waveform | VideoWithSound
@@ -74,6 +75,7 @@ class SampleRecord:
     policy_version: int = 0
     source: np.ndarray | None = None
     damage: str = ""
+    frame_rate: float = 0.0
     learned: dict[str, object] = field(default_factory=dict)
     """Further fields of a sample that an update learned from: its group, and what was made of its decisions."""
 
@@ -111,7 +113,8 @@ class SampleRecord:
     @property
     def frame_ms(self) -> int:
         """Milliseconds for which a frame of a video is shown."""
-        return round(1000 / self.content.frame_rate) if isinstance(self.content, VideoWithSound) else FRAME_MS
+        frame_rate = self.content.frame_rate if isinstance(self.content, VideoWithSound) else self.frame_rate
+        return round(1000 / frame_rate) if frame_rate else FRAME_MS
 
     @property
     def still(self) -> np.ndarray:

@@ -19,6 +19,10 @@ def test_other_sizes_than_that_of_learned_positions_are_refused() -> None:
         model.latent_shape(16, 32, 5)
     # a picture of another size still identifies the encoders
     assert model.embed_edit("a", np.zeros((16, 16, 3), np.uint8))["image_latents"].shape == (1, 4, 1, 4, 4)
+    assert model.frame_rate == 8.0
+    model.denoiser.register_to_config(patch_size_t=2)  # as of 1.5
+    model.check_components()
+    assert model.frame_rate == 16.0
 
 
 @pytest.mark.parametrize(

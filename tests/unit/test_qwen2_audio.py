@@ -213,6 +213,13 @@ def test_other_formats_models_and_folders_are_refused_by_name(tmp_path: Path, ru
             f"a model of type {kind} has no encoder of images .*, and of those that hear alone qwen2_audio",
             model={"config_path": str(description)},
         )
+    (tmp_path / "voxtral").mkdir()
+    (tmp_path / "voxtral" / "config.json").write_text('{"model_type": "voxtral"}')
+    refused(
+        "transformers' AutoModelForCausalLM knows no voxtral: .* such as media_conversation",
+        model={"model_path": str(tmp_path / "voxtral"), "config_path": None},
+        data={"data_type": {"type": "conversation"}},
+    )
     folder = run[1] / "hf_ckpt"
     path = {"model_path": str(folder), "config_path": None, "tokenizer_path": None}
     refused("qwen2_audio is a model that hears: take", model=path, data={"data_type": {"type": "conversation"}})

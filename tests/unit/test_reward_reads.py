@@ -85,7 +85,7 @@ READ: dict[str, set[str]] = {
     "hpsv2": PROMPTED,
     "image_reward": PROMPTED,
     "hpsv3": PROMPTED | {"metadata"},
-    "video_reward": PROMPTED | {"metadata", "frame_rate"},
+    "video_reward": PROMPTED | {"metadata"},
     "edit_reward": PROMPTED | {"metadata", "source"},
     "image_similarity": {"image", "source"},
     "ocr": PROMPTED | {"metadata"},

@@ -218,12 +218,20 @@ def test_videos_are_played_by_browsers_and_other_programs(tmp_path):
     cv2 = pytest.importorskip("cv2", reason="the extra video")
     video = np.zeros((9, 48, 64, 3), np.uint8)
     video[..., 0] = 200
+    video[1, :, :, 1] = 20  # equal frames are stored as one
     folder = SamplesFolder(tmp_path)
-    shown = Sample(image=video, prompt="<b>red</b>", group_id=0, source=np.full((48, 64, 3), 90, np.uint8))
+    shown = Sample(
+        image=video, prompt="<b>red</b>", group_id=0, source=np.full((48, 64, 3), 90, np.uint8), frame_rate=8.0
+    )
     folder.add(NamedSample("base", 0, 1, shown))
     folder.write_page([])
     (row,) = rows_of(tmp_path)
     capture = cv2.VideoCapture(str(tmp_path / row["file"]))
+    assert capture.get(cv2.CAP_PROP_FPS) == 8.0
+    with Image.open((tmp_path / row["file"]).with_suffix(".webp")) as animation:
+        animation.seek(1)
+        animation.load()
+        assert animation.info["duration"] == 125
     frames = [capture.read() for _ in range(10)]
     assert [is_read for is_read, _ in frames] == [True] * 9 + [False]
     assert frames[0][1][..., 2].mean() == pytest.approx(200, abs=8) and frames[0][1][..., :2].mean() < 8

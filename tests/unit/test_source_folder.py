@@ -361,7 +361,7 @@ def test_an_export_without_a_step_is_the_source(name: str, tmp_path: Path) -> No
     """Of every architecture of transformers, tensor by tensor: dtype and bits."""
     source = write_mixed(tmp_path / "source", name)
     if name in NOT_READ_BACK:
-        with pytest.raises(ConfigError, match="transformers cannot load it: Unrecognized configuration class"):
+        with pytest.raises(ConfigError, match="transformers' AutoModelForCausalLM knows no"):
             load_in_bf16(source)
         return
     if name in EAGER_ALONE:

@@ -148,15 +148,18 @@ def test_frames_are_scaled_to_the_published_numbers_of_pixels(size, scaled):
     assert scaled_size(*size, least_pixels=LEAST_PIXELS, most_pixels=200704) == scaled
 
 
-def test_a_sample_that_says_its_frame_rate_is_looked_at_by_that(folder):
+def test_videos_have_the_frame_rate_of_the_sample_unless_one_is_set(folder):
     from sfumato.tracking.waveforms import Waveform
 
     sound = Waveform(np.zeros((1, 100), np.int16), 8000)
     video = videos()[1]
     silent = Sample(image=video, prompt="a red cat", group_id=0)
     with_sound = Sample(image=video, prompt="a red cat", sound=sound, frame_rate=2.0, group_id=0)
-    assert build(folder).score([with_sound]) == build(folder, frame_rate=2.0).score([silent])
-    assert build(folder).score([with_sound]) != build(folder).score([silent])
+    unset = build(folder, frame_rate=None)
+    assert unset.score([with_sound]) == build(folder, frame_rate=2.0).score([silent])
+    assert build(folder).score([with_sound]) == build(folder).score([silent]) != unset.score([with_sound])
+    with pytest.raises(DataError, match="set its frame_rate"):
+        unset.score([silent])
 
 
 def test_it_is_found_by_its_type_and_scored_by_the_scorer(folder):

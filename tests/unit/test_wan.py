@@ -19,6 +19,7 @@ from sfumato.algorithms.dynamics import EulerODE
 from sfumato.algorithms.noise import keyed_normal
 from sfumato.checkpoint.export import export_model
 from sfumato.config.sections import LoraConfig, ModelConfig, TrainConfig
+from sfumato.data.images.prompts import Prompt
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.diffusion.base import Conditioning, DiffusionModel, set_source_images
 from sfumato.models.diffusion.flops import denoiser_flops
@@ -29,6 +30,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.rollout.diffusion.evaluation import sample_images
 from sfumato.rollout.diffusion.trajectories import sample_trajectories
+from sfumato.rollout.diffusion.trajectory_sampler import sample_of
 from tests import tiny_families
 from tests.tiny import run_task_here, tiny_dit_config
 
@@ -168,6 +170,7 @@ def test_a_first_frame_with_a_timestep_of_its_own_stays_as_it_was_given(tmp_path
     built = Built("wan_image_small", tmp_path)
     first_latents = built.conditioning(built.model).tensors["image_latents"]
     torch.testing.assert_close(built.latents(1.0)[:, :, :1], first_latents, atol=1e-5, rtol=1e-5)
+    assert built.model.frame_rate == 24.0
 
 
 def test_a_last_frame_matters_and_is_refused_where_it_cannot_be(tmp_path: Path) -> None:
@@ -215,8 +218,10 @@ def test_samples_are_arrays_of_frames(plain: Built) -> None:
     conditioning = plain.conditioning(plain.model)
     videos = sample_images(plain.model, conditioning, [0, 1], size=(16, 16, FRAMES), **settings)
     assert [video.shape for video in videos] == [(FRAMES, 16, 16, 3)] * 2
+    assert sample_of(Prompt("red", {}, "here"), videos[0], 0, None, "", plain.model.frame_rate).frame_rate == 16.0
     images = sample_images(plain.model, conditioning, [0, 1], size=(16, 16), **settings)
     assert [image.shape for image in images] == [(16, 16, 3)] * 2
+    assert sample_of(Prompt("red", {}, "here"), images[0], 0, None, "", plain.model.frame_rate).frame_rate == 0.0
 
 
 @pytest.mark.parametrize("frames", [0, 2, 4, 6])

@@ -68,8 +68,8 @@ class FrozenParts(ABC):
     """Whether samples are sounds, int16 ``[A, N]`` of A channels, in place of pixels."""
     makes_video_with_sound: ClassVar[bool] = False
     """Whether samples are videos with sound, whose latents hold both (``video_with_sound.py``)."""
-    frame_rate: ClassVar[float] = 0.0
-    """Frames per second of videos with sound."""
+    frame_rate: float = 0.0
+    """Frames per second at which the model's videos are meant to be played; 0 of a family of pictures or sounds."""
     least_source_images: int = 1
     """Fewest images that a sample can start from, of a family that ``takes_image``."""
     most_source_images: int = 1

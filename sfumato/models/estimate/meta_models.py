@@ -29,7 +29,7 @@ from sfumato.models.estimate.memory_plan import Planned, refuse_unpredicted
 from sfumato.models.estimate.meta_vision import encoder_bytes, freeze_as_configured, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
 from sfumato.models.language.model import check_multimodal, check_settings
-from sfumato.models.language.parts import read_model_config, where_described
+from sfumato.models.language.parts import check_auto_class, read_model_config
 from sfumato.models.language.scalar_head import HEAD, check_classifier, check_head, check_scalar_settings
 from sfumato.models.language.scores import TokenScores
 from sfumato.models.lora import add_lora
@@ -71,11 +71,7 @@ def language_model_on_meta(
     described.get_text_config().output_router_logits = False  # small beside the rest of a forward pass
     dtype = torch.float32 if config.lora is None else DTYPES[config.dtype]
     cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
-    if cls is None and not config.trust_remote_code:
-        raise ConfigError(
-            f"{where_described(config)}: transformers' {auto_class.__name__} knows no {described.model_type}: take a "
-            "model that it makes, or, where Python code lies in the folder, set model.trust_remote_code"
-        )
+    check_auto_class(auto_class, described, config)
     settings = {
         "attn_implementation": attention_by_part(described, attention, cls),
         "dtype": dtype,

@@ -13,6 +13,7 @@ from sfumato.models.language.parts import (
     BYTES,
     DTYPES,
     build_module,
+    check_auto_class,
     check_vocabulary,
     describe_other_keys,
     freeze,
@@ -76,6 +77,7 @@ def build_language_model(
         return build_unified(config, cast("TextTrainConfig", train), described, data_type, trains=not frozen)
     train_base = config.lora is None and not frozen
     auto_class = AutoModelForMultimodalLM if sees else AutoModelForCausalLM
+    check_auto_class(auto_class, described, config)
     if not frozen and not with_router_loss:
         cls = cast("type[PreTrainedModel] | None", auto_class._model_mapping.get(type(described), None))
         refuse_router_loss(cls, described, where_described(config))

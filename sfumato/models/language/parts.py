@@ -475,6 +475,17 @@ def _load(
     return module
 
 
+def check_auto_class(auto_class: Any, described: PreTrainedConfig, config: LanguageModelConfig) -> None:
+    """Raises ConfigError where transformers has no such class for a model; its own error would list all that it has."""
+    if config.trust_remote_code or auto_class._model_mapping.get(type(described), None) is not None:
+        return
+    raise ConfigError(
+        f"{where_described(config)}: transformers' {auto_class.__name__} knows no {described.model_type}: take a model "
+        "that it makes; for one that sees or hears a data.data_type such as media_conversation; or, where Python code "
+        "lies in the folder, set model.trust_remote_code"
+    )
+
+
 def _choose_attention(config: LanguageModelConfig, described: PreTrainedConfig, auto_class: Any) -> str:
     """transformers' name of the attention that is configured.
 

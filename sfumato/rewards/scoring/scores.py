@@ -114,6 +114,7 @@ class Scores:
         return SampleRecord(
             content=sample.content,
             damage=sample.damage,
+            frame_rate=sample.frame_rate,
             source=sample.source if sample.images is None else sample.images.side_by_side(),
             prompt=sample.prompt,
             rewards=rewards,

@@ -152,7 +152,7 @@ def sample_evaluation(
         damage=damage,
     )
     samples = [
-        sample_of(prompt, image, group_id, source, problem)
+        sample_of(prompt, image, group_id, source, problem, model.frame_rate)
         for prompt, image, group_id, source, problem in zip(
             prompts, images, ids, sources or [None] * len(images), damage, strict=True
         )
@@ -207,6 +207,7 @@ def draw_grid(
             policy_version=state.step,
             source=None if sources is None else side_by_side(sources[index]),
             damage=drawn[index][1],
+            frame_rate=model.frame_rate,
         )
         for index, prompt in enumerate(prompts)
     ]
@@ -243,6 +244,7 @@ def draw_watched_prompts(actor: _DrawsEvaluations, prompts: list[str], config: D
             sample_id=index,
             policy_version=actor.updates,
             damage=sample.damage,
+            frame_rate=sample.frame_rate,
         )
         for index, sample in enumerate(samples)
     ]

@@ -168,7 +168,14 @@ class EncodedRequests:
         """
         pictures = decode_samples(self.model, latents, replay_data)
         samples = [
-            sample_of(self._prompts[group], image, group, None if self._sources is None else self._sources[row], damage)
+            sample_of(
+                self._prompts[group],
+                image,
+                group,
+                None if self._sources is None else self._sources[row],
+                damage,
+                self.model.frame_rate,
+            )
             for group, (image, damage), row in zip(self.group_ids, pictures, self._rows, strict=True)
         ]
         damage = [sample.damage for sample in samples]
@@ -179,15 +186,22 @@ class EncodedRequests:
         return rollout, samples
 
 
-def sample_of(prompt: Prompt, content: Content, group_id: int, source: np.ndarray | None, damage: str = "") -> Sample:
-    """A sample as rewards see it."""
-    frame_rate = 0.0
+def sample_of(
+    prompt: Prompt,
+    content: Content,
+    group_id: int,
+    source: np.ndarray | None,
+    damage: str = "",
+    frame_rate: float = 0.0,
+) -> Sample:
+    """A sample as rewards see it. ``frame_rate`` is that of the model's videos, of which one with sound has its own."""
     if isinstance(content, VideoWithSound):
         image, sound, frame_rate = content.frames, content.sound, content.frame_rate
     elif isinstance(content, Waveform):
         image, sound = None, content
     else:
         image, sound = content, None
+        frame_rate = frame_rate if content.ndim == 4 else 0.0
     return Sample(
         prompt=prompt.text,
         image=image,

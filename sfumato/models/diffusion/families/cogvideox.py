@@ -31,6 +31,7 @@ class CogVideoX(PaddedPrompts, ScaledVideoLatents, VariancePreserving):
     """CogVideoX from text."""
 
     pipeline_class = "CogVideoXPipeline"
+    frame_rate = 8.0
     parallel_plan = plans.COGVIDEOX
     # diffusers examples/cogvideo/train_cogvideox_lora.py
     lora_targets = ("to_k", "to_q", "to_v", "to_out.0")
@@ -53,6 +54,8 @@ class CogVideoX(PaddedPrompts, ScaledVideoLatents, VariancePreserving):
 
     def check_components(self) -> None:
         transformer = getattr(self.pipeline, self.denoiser_name, None)  # one of a scheduler alone has none
+        if transformer is not None and transformer.config.patch_size_t is not None:
+            self.frame_rate = 16.0  # CogVideoX 1.5
         if transformer is None or self.max_sequence_length == transformer.config.max_text_seq_length:
             return
         config = transformer.config

@@ -36,6 +36,7 @@ class HunyuanVideo15(ScaledVideoLatents, HunyuanText):
     """HunyuanVideo 1.5 from text."""
 
     pipeline_class = "HunyuanVideo15Pipeline"
+    frame_rate = 24.0
     parallel_plan = plans.HUNYUAN_VIDEO15
     lora_targets = plans.JOINT_TARGETS
 

@@ -14,6 +14,7 @@ class Kandinsky5Video(ScaledVideoLatents, KandinskyText):
     """Kandinsky 5 Video Lite from text."""
 
     pipeline_class = "Kandinsky5T2VPipeline"
+    frame_rate = 24.0
     build_vae = staticmethod(build_hunyuan_video_autoencoder)
     template_words = (
         "system\nYou are a prompt engineer. Describe the video in detail how camera moves or shakes zoom and view "

@@ -15,6 +15,7 @@ class SanaVideo(SanaText, VideoLatents):
     """Sana-Video from text, with Wan's autoencoder."""
 
     pipeline_class = "SanaVideoPipeline"
+    frame_rate = 16.0
     parallel_plan = plans.SANA_VIDEO
 
     def check_components(self) -> None:

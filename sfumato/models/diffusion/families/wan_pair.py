@@ -121,6 +121,7 @@ class WanDenoisers(FlowSchedule):
     """What Wan's families do with one transformer, or with two as a ``WanPair``."""
 
     further_denoisers = ("transformer_2",)
+    frame_rate = 16.0
 
     def __init__(self, pipeline: DiffusionPipeline, **options: Unpack[ModelOptions]) -> None:
         """As ``DiffusionModel``. Raises ConfigError when a pipeline with two transformers lacks what they need."""
@@ -140,6 +141,8 @@ class WanDenoisers(FlowSchedule):
             self.parallel_plan = plans.WAN_PAIR  # type: ignore[misc]
             self.caches_steps = False  # type: ignore[misc]
         super().__init__(pipeline, **options)
+        if pipeline.config.expand_timesteps:  # pyright: ignore[reportAttributeAccessIssue]  (a FrozenDict)
+            self.frame_rate = 24.0  # Wan 2.2 5B
 
     @property
     def _network(self) -> DiffusersModule:
