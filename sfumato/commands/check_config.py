@@ -184,18 +184,7 @@ def check_config(
         return findings
     _print_progress("building the model without memory, and predicting what it needs", show)
     try:
-        try:
-            with refuse_unpredicted(
-                str(config.model.model_path or config.model.config_path),
-                "its code does not run on tensors without memory",
-            ):
-                findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
-        except UnpredictedError as error:
-            findings.notes.append(str(error))
-        else:
-            is_here = device_gib is None and findings.device_bytes is not None
-            sizes = (findings.model, findings.data, findings.on_gpu)
-            findings.host = check_host(config, layout, *sizes, host_gib, is_here)
+        _predict_memory(findings, config, layout, device_gib, host_gib, show)
         if isinstance(config, (TrainTextConfig, TextRLConfig)):
             _look_at_model_folder(findings, config)
         if isinstance(config.model, ModelConfig):
@@ -209,6 +198,28 @@ def check_config(
     except UserError as error:
         findings.problems.append(str(error))
     return findings
+
+
+def _predict_memory(
+    findings: Findings,
+    config: TaskConfig,
+    layout: Layout,
+    device_gib: float | None,
+    host_gib: float | None,
+    show: bool,
+) -> None:
+    """Predicts the memory of device and host; where a model's code does not allow it, a note says so."""
+    assert not isinstance(config, (TrainOmniConfig, TrainImageTokenizerConfig)), "their models are not planned"
+    where = str(config.model.model_path or config.model.config_path)
+    try:
+        with refuse_unpredicted(where, "its code does not run on tensors without memory"):
+            findings.model = check_model(config, layout, findings.on_gpu, findings.device_bytes, show)
+    except UnpredictedError as error:
+        findings.notes.append(str(error))
+        return
+    is_here = device_gib is None and findings.device_bytes is not None
+    sizes = (findings.model, findings.data, findings.on_gpu)
+    findings.host = check_host(config, layout, *sizes, host_gib, is_here)
 
 
 def _look_for_programs(findings: Findings, config: RLConfig, is_for_here: bool) -> None:

@@ -102,7 +102,7 @@ def load_from_diffusers(pipeline: DiffusionPipeline, folder: Path) -> None:
         if second.is_dir():
             pipeline.load_lora_weights(str(second), load_into_transformer_2=True)
     except (ValueError, RuntimeError, KeyError) as error:
-        first = str(error).strip().splitlines()[0][:300]
+        first = (str(error).strip() or type(error).__name__).splitlines()[0][:300]
         raise ConfigError(
             f"{folder}: its adapters cannot be loaded into this {type(pipeline).__name__}: {first}. Give the model "
             "that they were trained on; `sfumato export FILE OUT` makes a folder of a file of kohya's"
