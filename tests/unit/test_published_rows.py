@@ -266,6 +266,18 @@ def test_all_rows_of_training_are_compared_with_those_of_evaluation(tmp_path, ki
         assert ("; and 3 more)" in line) == (kind == "mapping")
 
 
+def test_rows_of_several_sources_are_named_by_the_files_of_their_own(tmp_path):
+    for name, count in (("a", 3), ("b", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n' for n in range(count)))
+    (tmp_path / "mix.yaml").write_text("sources: [a.jsonl, b.jsonl]\n")
+    data = TextDataConfig(
+        train_path=str(tmp_path / "mix.yaml"), eval_path=str(tmp_path / "a.jsonl"), data_type="plaintext"
+    )
+    transform = build_transform(data, build_tokenizer())
+    (line,) = describe_text_data(data, open_sources(data), open_validation(data), transform, 3)
+    assert all(f"a.jsonl, line {n} is {tmp_path}/a.jsonl, line {n}" in line for n in (1, 2, 3))
+
+
 def test_rows_that_are_read_together_are_those_that_are_read_alone(tmp_path, monkeypatch):
     monkeypatch.setattr(rows_module, "ARROW_BLOCK", 4)
     texts = ['{"n": 1}', "{broken", *(json.dumps({"n": n}) for n in range(2, 9))]

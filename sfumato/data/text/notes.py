@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import describe_left_out
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
+from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import readable_rows
 from sfumato.data.files.sources import Sources
 from sfumato.data.shared_rows import shared_line
@@ -119,9 +120,13 @@ def _rows_of(sources: Sources, most: int | None) -> list[Iterator[tuple[str, dic
     """The first rows of each source with their places, at most so many; None: all."""
     if sources.files is not None:
         return [_read_stream(files, most) for files in sources.files]
-    return [
-        ((table.describe(index), row) for index, row in islice(readable_rows(table), most)) for table in sources.rows
-    ]
+    return [_read_table(table, most) for table in sources.rows]
+
+
+def _read_table(table: RowTable, most: int | None) -> Iterator[tuple[str, dict[str, object]]]:
+    """The first rows of a table."""
+    for index, row in islice(readable_rows(table), most):
+        yield table.describe(index), row
 
 
 def _read_stream(files: Sequence[RowFile], most: int | None) -> Iterator[tuple[str, dict[str, object]]]:
