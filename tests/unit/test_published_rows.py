@@ -87,6 +87,25 @@ def test_names_say_the_split(tmp_path, names, train, held_out):
         assert actual == sorted(names if wanted is None else wanted)
 
 
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.jsonl", ["a.jsonl"]),
+        ("*/b.jsonl", ["en/b.jsonl"]),
+        ("**/*.jsonl", ["a.jsonl", "en/b.jsonl", "en/d[1]/c.jsonl"]),
+        ("en/d[1]/?.jsonl", ["en/d[1]/c.jsonl"]),
+    ],
+)
+def test_patterns_may_stand_for_folders_too_beside_a_list_of_sources_as_well(tmp_path, pattern, names):
+    for name in ("a.jsonl", "en/b.jsonl", "en/d[1]/c.jsonl", "en/.c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    (tmp_path / "mix.yaml").write_text(f'sources: ["{pattern}"]')
+    assert find_files(tmp_path / pattern, "data.x") == [tmp_path / name for name in names]
+    (rows,) = open_sources(TextDataConfig(train_path=str(tmp_path / "mix.yaml"))).rows
+    assert [row["text"] for row in rows] == names
+
+
 def test_files_that_are_not_read_are_named(tmp_path):
     for name in ("a.jsonl", "b.tsv", "c.parquet.gz", "README.md", ".hidden"):
         (tmp_path / name).write_text("{}")
@@ -161,6 +180,7 @@ def test_compressed_files_hold_the_same_rows(tmp_path, ending, compress):
         "b.json": b'[{"text": "a"}, {"text": "c"}]',
         "c.csv": b"\xef\xbb\xbftext,n\r\na,1\r\nc,2\r\n",
         "d.txt": b"a\nc\n",
+        "e.json": b'{"text": "a"}\n{"text": "c"}\n',
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
