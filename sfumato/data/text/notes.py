@@ -16,7 +16,7 @@ from sfumato.data.files.rows import readable_rows
 from sfumato.data.files.sources import Sources
 from sfumato.data.shared_rows import shared_line
 from sfumato.data.text.format import TextTransform, has_media
-from sfumato.data.text.messages import unread_keys
+from sfumato.data.text.messages import ROW_OPTIONS, unread_keys
 from sfumato.data.text.row_layouts import (
     CHANGED_COLUMNS,
     CONVERSATION_KEYS,
@@ -75,6 +75,8 @@ def describe_text_data(
     layouts = layouts_of(transform)
     template = getattr(transform, "template", None)
     columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
+    if getattr(transform, "has_row_options", False):
+        columns.add(ROW_OPTIONS)
     if layouts:
         columns |= {*CHANGED_COLUMNS, *(column for layout in layouts for column in layout.columns)}
     for name, rows_with_places in zip(sources.names, _rows_of(sources, LOOKED_AT), strict=True):

@@ -250,7 +250,7 @@ PAIRS = (
     ),
     ColumnLayout(
         "LLaMA-Factory ShareGPT preference",
-        ("conversations", "chosen", "rejected"),
+        ("conversations", "messages", "chosen", "rejected"),
         lambda row: (
             isinstance(row.get("chosen"), dict)
             and has_columns(row, "rejected")
@@ -298,7 +298,7 @@ LABELLED = (
     ),
     ColumnLayout(
         "LLaMA-Factory ShareGPT KTO",
-        ("conversations", "kto_tag"),
+        ("conversations", "messages", "kto_tag"),
         lambda row: (
             (has_columns(row, "conversations") or has_columns(row, "messages")) and ("kto_tag" in row or "label" in row)
         ),
