@@ -303,9 +303,10 @@ def test_a_data_set_of_dataset_info_is_read_by_its_entry(tmp_path, name, kind):
     write_info(tmp_path, **entry)
     if data_type == "plaintext":
         (tmp_path / "rows.json").write_text(json.dumps([row]))
-        data = TextDataConfig(train_path=f"{tmp_path}/dataset_info.json:mine", data_type=data_type)
-        table = open_sources(data).rows[0]
-        assert table[0] == expected
+        (tmp_path / "mix.yaml").write_text('sources: ["dataset_info.json:mine"]')
+        for path in (f"{tmp_path}/dataset_info.json:mine", f"{tmp_path}/mix.yaml"):
+            (table,) = open_sources(TextDataConfig(train_path=path, data_type=data_type)).rows
+            assert table[0] == expected
         return
     assert arrays_of(samples_of_info(tmp_path, [row], data_type, kind)) == arrays_of(samples_of(expected, data_type))
 

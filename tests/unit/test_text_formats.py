@@ -191,8 +191,10 @@ def test_pairs_have_margins(tmp_path):
     (sample,) = made("preference_margin", [row], tmp_path)
     chosen, rejected = sample.documents
     assert [number for _, number in marked(chosen)] == [1.5] and chosen.numbers[-1] == 1.5 and not marked(rejected)
-    with pytest.raises(DataError, match="column 'margin' must be a finite number, not 'much'"):
-        made("preference_margin", [{**row, "margin": "much"}], tmp_path)
+    scores = {"margin": None, "score_chosen": 3.0, "score_rejected": 5.0}
+    for wrong, reason in (({"margin": "much"}, "must be a finite number, not 'much'"), (scores, "margin is -2")):
+        with pytest.raises(DataError, match=reason):
+            made("preference_margin", [{**row, **wrong}], tmp_path)
 
 
 @pytest.mark.parametrize("data_type", ["process", "unpaired", "preference_margin"])

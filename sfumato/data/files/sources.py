@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.files.folders import find_matching, refuse_twice
+from sfumato.data.files.folders import find_matching, refuse_twice, split_dataset_name
 from sfumato.data.files.late_rows import LateRows
 from sfumato.data.files.row_blocks import Table
 from sfumato.data.files.row_table import RowTable
@@ -193,6 +193,7 @@ def _resolve_paths(path: str, source: str) -> str:
 
 
 def _beside(folder: Path, part: str) -> str:
-    """A path or a pattern, in ``folder`` where it leads to something there."""
-    inside = folder / part
-    return str(inside) if part and (inside.exists() or find_matching(str(inside))) else part
+    """A path, a pattern or a data set of a list, in ``folder`` where it leads to something there."""
+    inside = str(folder / part)
+    leads = part and (Path(inside).exists() or split_dataset_name(inside) or find_matching(inside))
+    return inside if leads else part

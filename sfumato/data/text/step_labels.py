@@ -110,5 +110,9 @@ def read_margin(row: dict[str, object], key: str, where: str) -> float:
     """How much better the better answer is: the column ``key``, or in a row without ``margin`` how much higher
     UltraFeedback's ``score_chosen`` is than its ``score_rejected``. Raises DataError that names ``where``."""
     if key == "margin" and row.get(key) is None and row.get("score_chosen") is not None:
-        return read_number(row, "score_chosen", where) - read_number(row, "score_rejected", where)
-    return read_number(row, key, where)
+        margin = read_number(row, "score_chosen", where) - read_number(row, "score_rejected", where)
+    else:
+        margin = read_number(row, key, where)
+    if margin < 0:
+        raise DataError(f"{where}: the margin is {margin:g}, so that the better answer would be the worse: swap them")
+    return margin
