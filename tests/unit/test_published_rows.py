@@ -26,6 +26,7 @@ from sfumato.data.text.notes import describe_text_data
 from sfumato.errors import DataError
 from tests.tiny_tokenizers import build_tokenizer
 
+USER = {"role": "user", "content": "q"}
 TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
 
 
@@ -284,6 +285,23 @@ def test_all_rows_of_training_are_compared_with_those_of_evaluation(tmp_path, ki
         assert line.startswith(f"data.eval_path: {6 if kind == 'mapping' else 3} of the 7 evaluation rows are")
         assert f"{tmp_path}/c.jsonl, line 1 is {tmp_path}/train/b.parquet, row 65;" in line
         assert ("; and 3 more)" in line) == (kind == "mapping")
+
+
+@pytest.mark.parametrize(
+    ("data_type", "keys", "row"),
+    [
+        ("plaintext", ["title", "body"], {"title": "a", "body": "b"}),
+        ("plaintext", [], {"text": "a", "content": "b"}),
+        ("conversation", ["long", "short"], {"long": [USER], "short": [USER]}),
+    ],
+)
+def test_columns_beside_the_one_that_is_read_are_said(tmp_path, data_type, keys, row):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    template = None if data_type == "plaintext" else "chatml"
+    path = str(tmp_path / "a.jsonl")
+    data = TextDataConfig(train_path=path, data_type=data_type, text_keys=keys, chat_template=template)
+    (line,) = describe_text_data(data, open_sources(data), None, build_transform(data, build_tokenizer()), 1)
+    assert line.endswith(f" is read, and not {[*row][1]!r}")
 
 
 def test_rows_of_several_sources_are_named_by_the_files_of_their_own(tmp_path):

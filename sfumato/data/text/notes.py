@@ -83,6 +83,8 @@ def describe_text_data(
         places = [*rows_with_places]
         rows = [row for _, row in places]
         lines += _describe_layout(name, layouts, rows)
+        if not layouts and transform.documents_per_sample == 1 and not getattr(transform, "has_numbers", False):
+            lines += _describe_other_texts(name, keys, rows)
         lines += _describe_markers(name, places, columns, template)
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
@@ -104,6 +106,13 @@ def _describe_layout(name: str, layouts: Sequence[ColumnLayout], rows: Sequence[
     """The line that says what rows of a source are read as; none where no row has a layout."""
     described = describe_layouts(layouts, rows)
     return [f"{name}: rows read as {described}"] if described else []
+
+
+def _describe_other_texts(name: str, keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """The line about columns that rows have beside the first of ``keys``, which alone is read; none without such."""
+    others = [key for row in rows for key in [key for key in keys if row.get(key) is not None][1:]]
+    named = ", ".join(dict.fromkeys(map(repr, others)))
+    return [f"{name}: the first column of {', '.join(keys)} is read, and not {named}"] if others else []
 
 
 def _describe_markers(
