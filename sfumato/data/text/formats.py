@@ -23,7 +23,7 @@ from sfumato.data.text.format import (
     build_template,
     find_key,
     fingerprint_of,
-    fit,
+    fit_document,
     refuse_equal,
     single_answer,
 )
@@ -227,10 +227,10 @@ class ConversationTransform:
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """As a call."""
         messages = read_conversation(row, self.keys, where)
-        encoded = yield from self._encoded(messages, row, where)
-        return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
+        encoded = yield from self._encode_row(messages, row, where)
+        return [TextSample((fit_document(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
-    def _encoded(self, messages: Messages, row: dict[str, object], where: str) -> Asking[list[Encoded]]:
+    def _encode_row(self, messages: Messages, row: dict[str, object], where: str) -> Asking[list[Encoded]]:
         """As ``ChatTemplate.asks``, with the tools and the values of variables of the template that the row has."""
         options = read_row_options(row, self.template.variables, where) if row.get(ROW_OPTIONS) else None
         return (yield from self.template.asks(messages, where, read_tools(row, where), options=options))
@@ -252,9 +252,9 @@ class PreferenceTransform(ConversationTransform):
         pair = read_pair(row, self.keys, where)
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
-            encoded = yield from self._encoded(messages, row, f"{where}, {name}")
+            encoded = yield from self._encode_row(messages, row, f"{where}, {name}")
             answer = single_answer(encoded, f"{where}, {name}")
-            documents.append(fit(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
+            documents.append(fit_document(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
@@ -287,8 +287,8 @@ class UnpairedTransform(ConversationTransform):
         """One sample; of a row with a pair, two: the better one first."""
         samples = []
         for messages, label in self._read_answers(row, where):
-            encoded = yield from self._encoded(messages, row, where)
-            document = fit(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
+            encoded = yield from self._encode_row(messages, row, where)
+            document = fit_document(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
             samples.append(TextSample((with_last(document, label),)))
         if len(samples) == 2:
             refuse_equal([sample.documents[0] for sample in samples], ["chosen", "rejected"], where)
@@ -343,6 +343,6 @@ class ProcessTransform(ConversationTransform):
             raise DataError(f"{where}: two steps end in one token of this tokenizer: join them, or part them further")
         numbers = np.full(len(mask), nan, np.float32)
         numbers[ends] = [read_label(label, label_key, where) for label in labels]
-        document = fit((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
+        document = fit_document((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
         numbers = numbers[: len(document.input_ids)]
         return [TextSample((Document(document.input_ids, document.loss_mask, numbers),))]
