@@ -26,6 +26,7 @@ from sfumato.data.text.notes import describe_text_data
 from sfumato.errors import DataError
 from tests.tiny_tokenizers import build_tokenizer
 
+USER = {"role": "user", "content": "q"}
 TRAIN, TEST = "train-00000-of-00001.parquet", "test-00000-of-00001.parquet"
 
 
@@ -85,6 +86,25 @@ def test_names_say_the_split(tmp_path, names, train, held_out):
     for wanted, is_held_out in ((train, False), (held_out, True)):
         actual = [str(file.relative_to(tmp_path)) for file in find_files(tmp_path, "data.x", is_held_out)]
         assert actual == sorted(names if wanted is None else wanted)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("*.jsonl", ["a.jsonl"]),
+        ("*/b.jsonl", ["en/b.jsonl"]),
+        ("**/*.jsonl", ["a.jsonl", "en/b.jsonl", "en/d[1]/c.jsonl"]),
+        ("en/d[1]/?.jsonl", ["en/d[1]/c.jsonl"]),
+    ],
+)
+def test_patterns_may_stand_for_folders_too_beside_a_list_of_sources_as_well(tmp_path, pattern, names):
+    for name in ("a.jsonl", "en/b.jsonl", "en/d[1]/c.jsonl", "en/.c.jsonl"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    (tmp_path / "mix.yaml").write_text(f'sources: ["{pattern}"]')
+    assert find_files(tmp_path / pattern, "data.x") == [tmp_path / name for name in names]
+    (rows,) = open_sources(TextDataConfig(train_path=str(tmp_path / "mix.yaml"))).rows
+    assert [row["text"] for row in rows] == names
 
 
 def test_files_that_are_not_read_are_named(tmp_path):
@@ -161,6 +181,7 @@ def test_compressed_files_hold_the_same_rows(tmp_path, ending, compress):
         "b.json": b'[{"text": "a"}, {"text": "c"}]',
         "c.csv": b"\xef\xbb\xbftext,n\r\na,1\r\nc,2\r\n",
         "d.txt": b"a\nc\n",
+        "e.json": b'{"text": "a"}\n{"text": "c"}\n',
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
@@ -264,6 +285,35 @@ def test_all_rows_of_training_are_compared_with_those_of_evaluation(tmp_path, ki
         assert line.startswith(f"data.eval_path: {6 if kind == 'mapping' else 3} of the 7 evaluation rows are")
         assert f"{tmp_path}/c.jsonl, line 1 is {tmp_path}/train/b.parquet, row 65;" in line
         assert ("; and 3 more)" in line) == (kind == "mapping")
+
+
+@pytest.mark.parametrize(
+    ("data_type", "keys", "row"),
+    [
+        ("plaintext", ["title", "body"], {"title": "a", "body": "b"}),
+        ("plaintext", [], {"text": "a", "content": "b"}),
+        ("conversation", ["long", "short"], {"long": [USER], "short": [USER]}),
+    ],
+)
+def test_columns_beside_the_one_that_is_read_are_said(tmp_path, data_type, keys, row):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    template = None if data_type == "plaintext" else "chatml"
+    path = str(tmp_path / "a.jsonl")
+    data = TextDataConfig(train_path=path, data_type=data_type, text_keys=keys, chat_template=template)
+    (line,) = describe_text_data(data, open_sources(data), None, build_transform(data, build_tokenizer()), 1)
+    assert line.endswith(f" is read, and not {[*row][1]!r}")
+
+
+def test_rows_of_several_sources_are_named_by_the_files_of_their_own(tmp_path):
+    for name, count in (("a", 3), ("b", 1)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"text": "{name}{n}"}}\n' for n in range(count)))
+    (tmp_path / "mix.yaml").write_text("sources: [a.jsonl, b.jsonl]\n")
+    data = TextDataConfig(
+        train_path=str(tmp_path / "mix.yaml"), eval_path=str(tmp_path / "a.jsonl"), data_type="plaintext"
+    )
+    transform = build_transform(data, build_tokenizer())
+    (line,) = describe_text_data(data, open_sources(data), open_validation(data), transform, 3)
+    assert all(f"a.jsonl, line {n} is {tmp_path}/a.jsonl, line {n}" in line for n in (1, 2, 3))
 
 
 def test_rows_that_are_read_together_are_those_that_are_read_alone(tmp_path, monkeypatch):

@@ -110,7 +110,8 @@ def test_files_in_a_folder_a_pattern_and_alone(memory):
     rows = open_rows("memory://data", "text", "data.train_path")
     assert [rows[index] for index in range(len(rows))] == ROWS * 2, "the training split alone"
     assert len(open_rows("memory://data", "text", "data.eval_path", held_out=True)) == 1
-    assert len(open_rows("memory://data/train-*.parquet", "text", "x")) == 5
+    for pattern in ("memory://data/train-*.parquet", "memory://*/train-1.parquet", "memory://**/*.parquet"):
+        assert len(open_rows(pattern, "text", "x")) == 5
     assert len(open_rows("memory://data/train-0.jsonl,memory://data/test-0.jsonl", "text", "x")) == 6
     with pytest.raises(DataError, match="given twice"):
         open_rows("memory://data/train-0.jsonl,memory://data/train-0.jsonl", "text", "x")

@@ -48,7 +48,10 @@ def arrays_of(samples):
 HISTORY = [user("hi"), assistant("yes?"), user("Add.\n1 and 2")]
 ANSWERS = {
     "Alpaca": ({"instruction": "Add.", "input": "1 and 2", "output": "3"}, [user("Add.\n1 and 2"), assistant("3")]),
-    "Alpaca without input": ({"instruction": "Add.", "input": "", "output": "3"}, [user("Add."), assistant("3")]),
+    "Alpaca without input": (
+        {"instruction": "Add.", "input": "", "output": "3", "history": ""},
+        [user("Add."), assistant("3")],
+    ),
     "Alpaca with system and history": (
         {"instruction": "Add.", "input": "1 and 2", "output": "3", "system": "s", "history": [["hi", "yes?"]]},
         [{"role": "system", "content": "s"}, *HISTORY, assistant("3")],
@@ -173,6 +176,8 @@ REFUSED = [
         "its columns are text.*Alpaca .instruction, input, output.*GSM8K .question, answer",
     ),
     ({"prompt": "q", "chosen": "a", "rejected": "b"}, "conversation", "as data.data_type preference reads them"),
+    ({"prompt": "q", "completion": "a", "label": "False"}, "conversation", "as data.data_type unpaired reads them"),
+    ({"query": "q", "response": "a"}, "conversation", "Name a column of messages in data.text_keys, or any columns in"),
     ({"chosen": "The sky is blue", "rejected": "The sky is red"}, "preference", "implicit prompt"),
     ({"instruction": "", "input": "", "output": "a"}, "conversation", "one of them must not be empty"),
     ({"instruction": "q", "output": "a", "history": ["x"]}, "conversation", "history' must be a list of"),
@@ -303,9 +308,10 @@ def test_a_data_set_of_dataset_info_is_read_by_its_entry(tmp_path, name, kind):
     write_info(tmp_path, **entry)
     if data_type == "plaintext":
         (tmp_path / "rows.json").write_text(json.dumps([row]))
-        data = TextDataConfig(train_path=f"{tmp_path}/dataset_info.json:mine", data_type=data_type)
-        table = open_sources(data).rows[0]
-        assert table[0] == expected
+        (tmp_path / "mix.yaml").write_text('sources: ["dataset_info.json:mine"]')
+        for path in (f"{tmp_path}/dataset_info.json:mine", f"{tmp_path}/mix.yaml"):
+            (table,) = open_sources(TextDataConfig(train_path=path, data_type=data_type)).rows
+            assert table[0] == expected
         return
     assert arrays_of(samples_of_info(tmp_path, [row], data_type, kind)) == arrays_of(samples_of(expected, data_type))
 

@@ -13,9 +13,11 @@ from transformers import AutoTokenizer
 
 from sfumato.commands.check_config import check_config
 from sfumato.config.text_data import TextDataConfig
+from sfumato.data.files.sources import open_sources
 from sfumato.data.text.chat import build_chat_template
 from sfumato.data.text.format import build_transform
-from sfumato.errors import ConfigError
+from sfumato.data.text.notes import describe_text_data
+from sfumato.errors import ConfigError, DataError
 from sfumato.evaluation.options import GenerationOptions
 from sfumato.evaluation.sources import find_sources
 from sfumato.evaluation.texts import text_models
@@ -209,3 +211,29 @@ def test_formats_that_make_no_use_of_options_refuse_them():
     config = TextDataConfig(train_path="a.jsonl", data_type=f"{__name__}:NoTemplate", chat_template_options={"a": 1})
     with pytest.raises(ConfigError, match="the format no_template does not give them to its chat template"):
         build_transform(config, build_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("data_type", "row"),
+    [
+        ("conversation", {"messages": [user("q"), assistant("a")]}),
+        ("preference", {"prompt": "q", "chosen": "a", "rejected": "b"}),
+        ("unpaired", {"messages": [user("q"), assistant("a")], "label": True}),
+    ],
+)
+def test_a_row_has_values_of_its_own_in_its_column(tmp_path, data_type, row):
+    options = {"enable_thinking": False, "xml_tools": [], "custom_instructions": ""}  # as all rows of SmolTalk 2
+    column = "chat_template_kwargs"
+    data = config_of(tmp_path, [row | {column: options}], QWEN3, data_type=data_type)
+    tokenizer = build_tokenizer()
+    transform = build_transform(data, tokenizer)
+    for value in (options, json.dumps(options)):
+        (sample,) = transform(row | {column: value}, "row 1")
+        document = sample.documents[0]
+        prompt = render(tokenizer, [user("q")], QWEN3, add_generation_prompt=True, enable_thinking=False)
+        assert tokenizer.decode(document.input_ids[~document.loss_mask]).startswith(prompt)
+    for value, reason in (([1], "must be a mapping"), ({"xml_tools": ["f"]}, "has no variable 'xml_tools'")):
+        with pytest.raises(DataError, match=f"row 1.*{reason}"):
+            transform(row | {column: value}, "row 1")
+    lines = describe_text_data(data, open_sources(data), None, transform, 1)
+    assert not any("not read" in line for line in lines)

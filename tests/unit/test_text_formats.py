@@ -178,21 +178,25 @@ def test_answers_have_their_label_and_pairs_are_taken_apart(tmp_path):
         {"prompt": "Add.", "completion": "3", "label": True},
         {"prompt": chat, "completion": [{"role": "assistant", "content": "4"}], "label": 0},
         {"prompt": "Add.", "chosen": "3", "rejected": "4"},
+        {"prompt": "Add.", "completion": "4", "label": "False"},  # as .csv files have it
     ]
     results = [sample.documents[0] for sample in made("unpaired", rows, tmp_path)]
     answers = [(text_of(document.input_ids[document.loss_mask]), float(document.numbers[-1])) for document in results]
-    assert answers == [("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0), ("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0)]
+    good, bad = ("3<|im_end|>", 1.0), ("4<|im_end|>", 0.0)
+    assert answers == [good, bad, good, bad, bad]
     with pytest.raises(DataError, match="row 1: a label in column 'label' must be true, false"):
         made("unpaired", [{"prompt": "Add.", "completion": "3"}], tmp_path)
 
 
 def test_pairs_have_margins(tmp_path):
     row = {"prompt": "Add.", "chosen": "3", "rejected": "4", "margin": 1.5}
-    (sample,) = made("preference_margin", [row], tmp_path)
-    chosen, rejected = sample.documents
-    assert [number for _, number in marked(chosen)] == [1.5] and chosen.numbers[-1] == 1.5 and not marked(rejected)
-    with pytest.raises(DataError, match="column 'margin' must be a finite number, not 'much'"):
-        made("preference_margin", [{**row, "margin": "much"}], tmp_path)
+    for sample in made("preference_margin", [row, row | {"margin": "1.5"}], tmp_path):
+        chosen, rejected = sample.documents
+        assert [number for _, number in marked(chosen)] == [1.5] and chosen.numbers[-1] == 1.5 and not marked(rejected)
+    scores = {"margin": None, "score_chosen": 3.0, "score_rejected": 5.0}
+    for wrong, reason in (({"margin": "much"}, "must be a finite number, not 'much'"), (scores, "margin is -2")):
+        with pytest.raises(DataError, match=reason):
+            made("preference_margin", [{**row, **wrong}], tmp_path)
 
 
 @pytest.mark.parametrize("data_type", ["process", "unpaired", "preference_margin"])

@@ -93,11 +93,7 @@ def test_csv_fields_can_be_long_and_hold_any_line_break(tmp_path):
         ("a.csv", "text,n\n", "a.csv has no rows"),
         ("a.csv", "", "a.csv has no rows"),
         ("a.json", '{"text": "a"}', "a.json must hold a list of JSON objects, not dict"),
-        (
-            "a.json",
-            '{"text": "a"}\n{"text": "b"}',
-            "not valid JSON: Extra data: line 2 column 1 (char 14) (one object a line",
-        ),
+        ("a.json", '{"text": "a"', "a.json: not valid JSON: Expecting"),
         ("a.json", "[]", "a.json has no rows"),
         ("a.jsonl", "\n\n", "a.jsonl has no rows"),
         ("a.txt", "", "a.txt has no rows"),

@@ -6,6 +6,7 @@ import difflib
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -189,7 +190,7 @@ def _find_remote(url: str, option: str, held_out: bool) -> FolderFiles:
 
 
 def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
-    """The files of one path: a file, a pattern such as ``test-*.parquet``, or a folder. Raises DataError for none."""
+    """The files of one path: a file, a pattern such as ``*/test-*.parquet``, or a folder. Raises DataError for none."""
     if is_url(part):
         return _find_remote(part, option, held_out)
     if dataset := split_dataset_name(part):
@@ -199,8 +200,8 @@ def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
         inner = _find_part(str(entry.path), option, held_out)
         return FolderFiles(inner.files, [str(entry.mapping), *inner.notes], entry.mapping)
     path = Path(part)
-    if part and not path.exists() and ("*" in path.name or "?" in path.name):
-        matching = sorted(file for file in path.parent.glob(path.name) if file.is_file())
+    if part and not path.exists() and ("*" in part or "?" in part):
+        matching = find_matching(part)
         if not matching:
             raise DataError(f"{option}: no file matches {part}")
         return FolderFiles(matching)
@@ -209,6 +210,11 @@ def _find_part(part: str, option: str, held_out: bool) -> FolderFiles:
         hint = f"; did you mean {path.parent / near[0]}?" if near else ""
         raise DataError(f"{option}: file not found: {part or 'an empty path between commas'}{hint}")
     return _find_in_folder(path, option, held_out) if path.is_dir() else FolderFiles([path])
+
+
+def find_matching(pattern: str) -> list[Path]:
+    """The files that a pattern with ``*``, ``?`` or ``**`` (any folders) matches, without hidden ones."""
+    return sorted(Path(name) for name in glob(pattern.replace("[", "[[]"), recursive=True) if Path(name).is_file())
 
 
 def _find_in_folder(folder: Path, option: str, held_out: bool) -> FolderFiles:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import fnmatch
 import hashlib
 import os
 import re
@@ -136,7 +135,7 @@ def open_file_system(url: str) -> tuple[AbstractFileSystem, str]:
 
 
 def list_remote(url: str, option: str) -> tuple[bool, dict[str, RemoteFile]]:
-    """The files at a URL: a file, a pattern such as ``s3://bucket/test-*.parquet``, or all files below a folder.
+    """The files at a URL: a file, a pattern such as ``s3://bucket/*/test-*.parquet``, or all files below a folder.
 
     Args:
         url: of them.
@@ -151,10 +150,11 @@ def list_remote(url: str, option: str) -> tuple[bool, dict[str, RemoteFile]]:
     shown = f"{option}: {without_secrets(url)}"
     with _errors_of(shown):
         file_system, path = open_file_system(url)
-        folder, _, name = path.rpartition("/")
+        folder = path.rpartition("/")[0]
         is_folder = False
-        if ("*" in name or "?" in name) and not url.startswith(("http://", "https://")):
-            paths = [file for file in file_system.find(folder, maxdepth=1) if fnmatch.fnmatch(file, path)]
+        if ("*" in path or "?" in path) and not url.startswith(("http://", "https://")):
+            matching = cast("dict[str, dict[str, object]]", file_system.glob(path, detail=True))
+            paths = [file for file, info in matching.items() if info["type"] == "file"]
         elif _is_file(file_system, path):
             paths = [path]
         else:

@@ -287,20 +287,22 @@ def read_text_rows(path: Path, column: str) -> LoadedRows:
 
 
 def read_jsonl_rows(path: Path) -> LoadedLines:
-    """A compressed .jsonl file, which is held in memory: one JSON object a line, blank lines skipped."""
+    """A file of one JSON object a line, which is held in memory; blank lines skipped."""
     lines = enumerate(read_whole(path).split(b"\n"), start=1)
     return LoadedLines(path, [(number, line) for number, line in lines if line.strip()])
 
 
-def read_json_rows(path: Path) -> LoadedRows:
-    """A .json file that holds a list of objects. Raises DataError when it holds something else."""
+def read_json_rows(path: Path) -> LoadedRows | LoadedLines:
+    """A .json file of a list of objects, or of an object a line. Raises DataError when it holds something else."""
     text = read_text(path)
     try:
         content = json.loads(text)
     except RecursionError as error:
         raise DataError(f"{path}: nested deeper than {MAX_DEPTH} levels") from error
     except ValueError as error:
-        raise DataError(f"{path}: not valid JSON: {error} (one object a line is a .jsonl file)") from error
+        if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":  # one a line, as of C4 and Dolma
+            return read_jsonl_rows(path)
+        raise DataError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, list):
         raise DataError(f"{path} must hold a list of JSON objects, not {type(content).__name__}")
     return LoadedRows(path, [(f"row {number}", row) for number, row in enumerate(content, start=1)])

@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from sfumato.config.base import Section
 from sfumato.config.load import load_config
 from sfumato.config.text_data import TextDataConfig
-from sfumato.data.files.folders import refuse_twice
+from sfumato.data.files.folders import find_matching, refuse_twice, split_dataset_name
 from sfumato.data.files.late_rows import LateRows
 from sfumato.data.files.row_blocks import Table
 from sfumato.data.files.row_table import RowTable
@@ -189,4 +189,11 @@ def _resolve_paths(path: str, source: str) -> str:
     """
     yaml_folder = Path(path).parent
     parts = [source] if (yaml_folder / source).exists() else [part.strip() for part in source.split(",")]
-    return ",".join(str(yaml_folder / part) if part and (yaml_folder / part).exists() else part for part in parts)
+    return ",".join(_beside(yaml_folder, part) for part in parts)
+
+
+def _beside(folder: Path, part: str) -> str:
+    """A path, a pattern or a data set of a list, in ``folder`` where it leads to something there."""
+    inside = str(folder / part)
+    leads = part and (Path(inside).exists() or split_dataset_name(inside) or find_matching(inside))
+    return inside if leads else part

@@ -151,16 +151,17 @@ class ChatTemplate:
         where: str,
         tools: Sequence[Mapping[str, object]] | None = None,
         expand: Expand | None = None,
+        options: Keywords | None = None,
     ) -> Asking[list[Encoded]]:
         """As ``encode``, as a generator, so that texts of several conversations can be encoded together.
 
         It yields texts, is sent their tokens, and returns what ``encode`` returns. With ``expand`` contents of messages
-        may be lists of parts.
+        may be lists of parts. ``options`` are values of variables of the template for this conversation.
         """
         trained = check_messages(messages, where, parts=expand is not None)
         # Templates get the messages without ``loss_mask``, which is no part of the conversation.
         shown_messages = [{key: value for key, value in message.items() if key != "loss_mask"} for message in messages]
-        chat = _Chat(self, shown_messages, tools, where)
+        chat = _Chat(self, shown_messages, tools, where, options)
         texts = chat.render_marked_texts(trained) if GENERATION.search(chat.template) else chat.prefixed_texts(trained)
         whole = [(text, spans) if expand is None else expand(text, spans, count) for text, spans, count in texts]
         tokens_of_texts = yield [text for text, _ in whole]
@@ -192,6 +193,13 @@ class ChatTemplate:
         text = chat.render(len(messages), prompt)
         chat.check_shown(text, {})
         return text
+
+    @cached_property
+    def variables(self) -> set[str]:
+        """Variables of the template whose values a row may choose."""
+        from sfumato.data.text.template_options import find_variables
+
+        return find_variables([*self._sources.values()], self.tokenizer)[0]
 
     @cached_property
     def joins_arguments(self) -> bool:
@@ -300,10 +308,12 @@ class _Chat:
         messages: list[Message],
         tools: Sequence[Mapping[str, object]] | None,
         where: str,
+        options: Keywords | None = None,
     ) -> None:
         self.owner = owner
         self.tools = tools
         self.where = where
+        self.options = options or {}
         has_calls = any(message.get("tool_calls") for message in messages)
         self.messages = with_text_arguments(messages) if has_calls and owner.joins_arguments else messages
         self.template = owner.tool_text if tools else owner.text
@@ -319,6 +329,7 @@ class _Chat:
                 chat_template=self.template,
                 return_assistant_tokens_mask=True,
                 **self.owner.tokenizer.special_tokens_map,  # pyright: ignore[reportArgumentType]
+                **self.options,
             )
         return texts[0], cast(list[Span], blocks[0])
 
@@ -430,6 +441,7 @@ class _Chat:
                 chat_template=self.template,
                 tokenize=False,
                 add_generation_prompt=prompt,
+                **self.options,
             )
         return cast(str, text)
 

@@ -14,7 +14,7 @@ from sfumato.data.files.rows import text_field
 from sfumato.data.media.image_answers import OmniConversation
 from sfumato.data.media.image_conversation import ImageConversation, MediaConversation
 from sfumato.data.media.image_preference import ImagePreference, MediaPreference
-from sfumato.data.text.chat import ChatTemplate
+from sfumato.data.text.chat import ChatTemplate, Encoded
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.format import (
@@ -27,7 +27,7 @@ from sfumato.data.text.format import (
     refuse_equal,
     single_answer,
 )
-from sfumato.data.text.messages import read_tools
+from sfumato.data.text.messages import ROW_OPTIONS, read_row_options, read_tools
 from sfumato.data.text.pairs import as_messages, read_pair, with_explicit_prompt
 from sfumato.data.text.row_layouts import (
     CONVERSATION_KEYS,
@@ -208,6 +208,8 @@ class ConversationTransform:
     """Encodes a conversation, whose loss mask holds the assistant's tokens."""
 
     documents_per_sample: ClassVar[int] = 1
+    has_row_options: ClassVar[bool] = True
+    """Whether rows may have values of their own of variables of the template (``ROW_OPTIONS``)."""
     template: ChatTemplate
     keys: list[str]
     max_seq_len: int
@@ -225,8 +227,13 @@ class ConversationTransform:
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """As a call."""
         messages = read_conversation(row, self.keys, where)
-        encoded = yield from self.template.asks(messages, where, read_tools(row, where))
+        encoded = yield from self._encode_row(messages, row, where)
         return [TextSample((fit_document(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
+
+    def _encode_row(self, messages: Messages, row: dict[str, object], where: str) -> Asking[list[Encoded]]:
+        """As ``ChatTemplate.asks``, with the tools and the values of variables of the template that the row has."""
+        options = read_row_options(row, self.template.variables, where) if row.get(ROW_OPTIONS) else None
+        return (yield from self.template.asks(messages, where, read_tools(row, where), options=options))
 
 
 @dataclass(frozen=True)
@@ -243,10 +250,9 @@ class PreferenceTransform(ConversationTransform):
         if self.keys == PREFERENCE_KEYS:
             row = convert_row(PAIRS, row, "preference", where)
         pair = read_pair(row, self.keys, where)
-        tools = read_tools(row, where)
         documents = []
         for name, messages in zip(self.keys[-2:], pair, strict=True):
-            encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
+            encoded = yield from self._encode_row(messages, row, f"{where}, {name}")
             answer = single_answer(encoded, f"{where}, {name}")
             documents.append(fit_document(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
         refuse_equal(documents, self.keys[-2:], where)
@@ -279,10 +285,9 @@ class UnpairedTransform(ConversationTransform):
 
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:
         """One sample; of a row with a pair, two: the better one first."""
-        tools = read_tools(row, where)
         samples = []
         for messages, label in self._read_answers(row, where):
-            encoded = yield from self.template.asks(messages, where, tools)
+            encoded = yield from self._encode_row(messages, row, where)
             document = fit_document(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
             samples.append(TextSample((with_last(document, label),)))
         if len(samples) == 2:
@@ -318,6 +323,7 @@ class ProcessTransform(ConversationTransform):
     """
 
     has_numbers: ClassVar[bool] = True
+    has_row_options: ClassVar[bool] = False
     separator: str = "\n\n"
 
     def asks(self, row: dict[str, object], where: str) -> Asking[list[TextSample]]:

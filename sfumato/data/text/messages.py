@@ -59,6 +59,9 @@ MESSAGE_KEYS = {
 """Keys of a message that have a meaning here. Any other key is used only if the chat template names it."""
 
 
+ROW_OPTIONS = "chat_template_kwargs"
+"""The column of a row's own values of variables of the chat template, as SmolTalk 2 and TRL have it."""
+
 _WRITTEN_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](?:role|from|content|value)["']\s*:.*\}\s*\]\s*""", re.DOTALL)
 
 
@@ -124,6 +127,27 @@ def read_tools(row: JsonObject, where: str) -> list[JsonObject] | None:
         raise DataError(f"{where}: column 'tools' must be a list of JSON schemas")
     as_json(tools, f"{where}: column 'tools'")
     return [_complete_tool(tool) for tool in tools] or None
+
+
+def read_row_options(row: Mapping[str, object], variables: set[str], where: str) -> JsonObject:
+    """The values of variables of the chat template that a row has in a column of its own.
+
+    Values that say nothing (null, empty texts and lists) are left out: rows of a table have the keys of all of them.
+
+    Raises:
+        DataError: when the column is no mapping, or names a variable that is not in ``variables``, which the template
+            reads; names ``where``.
+    """
+    options = without_absent(parsed_json(row.get(ROW_OPTIONS) or {}, where))
+    if not isinstance(options, dict):
+        raise DataError(f"{where}: column {ROW_OPTIONS!r} must be a mapping, not {options!r}")
+    options = {name: value for name, value in options.items() if value not in (None, "", [], {})}
+    if unknown := sorted(map(str, options.keys() - variables)):
+        raise DataError(
+            f"{where}: column {ROW_OPTIONS!r}: the chat template has no variable {unknown[0]!r}; its variables are "
+            f"{', '.join(sorted(variables)) or 'none'}"
+        )
+    return options
 
 
 def _parsed_column(value: object, where: str) -> object:

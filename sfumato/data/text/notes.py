@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING
 from sfumato.config.text_data import TextDataConfig
 from sfumato.data.files.folders import describe_left_out
 from sfumato.data.files.row_blocks import FilePlace, RowBlocks, RowFile
+from sfumato.data.files.row_table import RowTable
 from sfumato.data.files.rows import readable_rows
 from sfumato.data.files.sources import Sources
 from sfumato.data.shared_rows import shared_line
 from sfumato.data.text.format import TextTransform, has_media
-from sfumato.data.text.messages import unread_keys
+from sfumato.data.text.messages import ROW_OPTIONS, unread_keys
 from sfumato.data.text.row_layouts import (
     CHANGED_COLUMNS,
     CONVERSATION_KEYS,
@@ -74,12 +75,16 @@ def describe_text_data(
     layouts = layouts_of(transform)
     template = getattr(transform, "template", None)
     columns = {*keys, *OTHER_COLUMNS, getattr(transform, "margin_key", "")}
+    if getattr(transform, "has_row_options", False):
+        columns.add(ROW_OPTIONS)
     if layouts:
         columns |= {*CHANGED_COLUMNS, *(column for layout in layouts for column in layout.columns)}
     for name, rows_with_places in zip(sources.names, _rows_of(sources, LOOKED_AT), strict=True):
         places = [*rows_with_places]
         rows = [row for _, row in places]
         lines += _describe_layout(name, layouts, rows)
+        if not layouts and transform.documents_per_sample == 1 and not getattr(transform, "has_numbers", False):
+            lines += _describe_other_texts(name, keys, rows)
         lines += _describe_markers(name, places, columns, template)
         if names := unread_keys(rows, columns, None if template is None else template.text + template.tool_text):
             lines.append(f"{name}: not read: {', '.join(names)}")
@@ -103,6 +108,13 @@ def _describe_layout(name: str, layouts: Sequence[ColumnLayout], rows: Sequence[
     return [f"{name}: rows read as {described}"] if described else []
 
 
+def _describe_other_texts(name: str, keys: Sequence[str], rows: Sequence[Mapping[str, object]]) -> list[str]:
+    """The line about columns that rows have beside the first of ``keys``, which alone is read; none without such."""
+    others = [key for row in rows for key in [key for key in keys if row.get(key) is not None][1:]]
+    named = ", ".join(dict.fromkeys(map(repr, others)))
+    return [f"{name}: the first column of {', '.join(keys)} is read, and not {named}"] if others else []
+
+
 def _describe_markers(
     name: str, rows: Sequence[tuple[str, Mapping[str, object]]], columns: set[str], template: ChatTemplate | None
 ) -> list[str]:
@@ -119,9 +131,13 @@ def _rows_of(sources: Sources, most: int | None) -> list[Iterator[tuple[str, dic
     """The first rows of each source with their places, at most so many; None: all."""
     if sources.files is not None:
         return [_read_stream(files, most) for files in sources.files]
-    return [
-        ((table.describe(index), row) for index, row in islice(readable_rows(table), most)) for table in sources.rows
-    ]
+    return [_read_table(table, most) for table in sources.rows]
+
+
+def _read_table(table: RowTable, most: int | None) -> Iterator[tuple[str, dict[str, object]]]:
+    """The first rows of a table."""
+    for index, row in islice(readable_rows(table), most):
+        yield table.describe(index), row
 
 
 def _read_stream(files: Sequence[RowFile], most: int | None) -> Iterator[tuple[str, dict[str, object]]]:

@@ -61,8 +61,9 @@ def find_layout(layouts: Sequence[ColumnLayout], row: Row, data_type: str, where
     missing = next((repr(name) for name in required if row.get(name) is None), "'messages' or 'conversations'")
     raise DataError(
         f"{where}: no column {missing}; its columns are {', '.join(map(str, row))}{_other_type(row, data_type)}. "
-        f"data.data_type {data_type} reads {'; '.join(map(str, layouts))}. Name other columns in data.text_keys, or in "
-        "a dataset_info.json"
+        f"data.data_type {data_type} reads {'; '.join(map(str, layouts))}. Name "
+        f"{'a column of messages' if data_type == 'conversation' else 'other columns'} in data.text_keys, or "
+        "any columns in a dataset_info.json"
     )
 
 
@@ -124,7 +125,7 @@ def _copy_row(row: Row, where: str) -> dict[str, object]:
 def ask_of_alpaca(row: Row, where: str) -> Messages:
     """The messages before the answer of an Alpaca row: earlier turns, then instruction and input in two lines."""
     messages: Messages = []
-    history = parsed_json(row.get("history"), where)
+    history = parsed_json(row.get("history") or None, where)  # an empty text in .csv files
     for turn in history or []:
         if not (isinstance(turn, list | tuple) and len(turn) == 2 and all(isinstance(text, str) for text in turn)):
             raise DataError(f"{where}: column 'history' must be a list of [question, answer], not {history!r}")
@@ -166,7 +167,7 @@ def _question_and_answer(row: Row, where: str) -> dict[str, object]:
 def _is_unlabelled(row: Row) -> bool:
     """Whether nothing marks the answer of a row as good or bad: a bad one must not be learned as if it were good."""
     label = row.get("kto_tag") if row.get("label") is None else row.get("label")
-    return not (isinstance(label, bool | int | float) and label in (0, 1))
+    return str(label).strip().lower() not in ("true", "false", "0", "1", "0.0", "1.0")  # .csv files have texts
 
 
 def _is_whole(row: Row) -> bool:
@@ -250,7 +251,7 @@ PAIRS = (
     ),
     ColumnLayout(
         "LLaMA-Factory ShareGPT preference",
-        ("conversations", "chosen", "rejected"),
+        ("conversations", "messages", "chosen", "rejected"),
         lambda row: (
             isinstance(row.get("chosen"), dict)
             and has_columns(row, "rejected")
@@ -298,7 +299,7 @@ LABELLED = (
     ),
     ColumnLayout(
         "LLaMA-Factory ShareGPT KTO",
-        ("conversations", "kto_tag"),
+        ("conversations", "messages", "kto_tag"),
         lambda row: (
             (has_columns(row, "conversations") or has_columns(row, "messages")) and ("kto_tag" in row or "label" in row)
         ),

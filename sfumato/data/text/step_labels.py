@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 from typing import cast
 
 import numpy as np
 
-from sfumato.data.files.arrow_values import ClassLabelValue, truth_of_class
+from sfumato.data.files.arrow_values import TRUTH_OF_CLASS, ClassLabelValue, truth_of_class
 from sfumato.data.files.bad_rows import parse_json
 from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.chat_message import Messages
@@ -83,10 +84,12 @@ def read_list(value: object, name: str, where: str) -> list[object]:
 
 
 def read_label(value: object, key: str, where: str) -> float:
-    """Reads a label: true, false, a number from 0 to 1, or a class whose name says true or false.
+    """Reads a label: true, false, a number from 0 to 1, or a class or text whose name says true or false.
 
     Raises DataError that names ``where``.
     """
+    if isinstance(value, str):  # .csv files have texts
+        value = TRUTH_OF_CLASS.get(value.strip().lower(), value)
     if isinstance(value, ClassLabelValue):
         return float(truth_of_class(value, key, where))
     number = float(value) if isinstance(value, bool | int | float | np.generic) else math.nan
@@ -98,8 +101,11 @@ def read_label(value: object, key: str, where: str) -> float:
 
 
 def read_number(row: dict[str, object], key: str, where: str) -> float:
-    """Reads a finite number of a column. Raises DataError that names ``where``."""
+    """Reads a finite number of a column, which is a text in .csv files. Raises DataError that names ``where``."""
     value = row.get(key)
+    if isinstance(value, str):
+        with contextlib.suppress(ValueError):
+            value = float(value)
     is_number = isinstance(value, int | float | np.generic) and not isinstance(value, bool)
     if not (is_number and math.isfinite(cast(float, value))):
         raise DataError(f"{where}: column {key!r} must be a finite number, not {value!r}")
@@ -110,5 +116,9 @@ def read_margin(row: dict[str, object], key: str, where: str) -> float:
     """How much better the better answer is: the column ``key``, or in a row without ``margin`` how much higher
     UltraFeedback's ``score_chosen`` is than its ``score_rejected``. Raises DataError that names ``where``."""
     if key == "margin" and row.get(key) is None and row.get("score_chosen") is not None:
-        return read_number(row, "score_chosen", where) - read_number(row, "score_rejected", where)
-    return read_number(row, key, where)
+        margin = read_number(row, "score_chosen", where) - read_number(row, "score_rejected", where)
+    else:
+        margin = read_number(row, key, where)
+    if margin < 0:
+        raise DataError(f"{where}: the margin is {margin:g}, so that the better answer would be the worse: swap them")
+    return margin

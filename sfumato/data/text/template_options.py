@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from sfumato.config.open_mappings import Keywords
@@ -33,12 +34,7 @@ def with_options(templates: list[str], options: Keywords, tokenizer: PreTrainedT
         ConfigError: when no template reads a variable, or it has a value already, or the value is none that JSON has;
             the message names the variable.
     """
-    from jinja2 import meta
-    from transformers.utils.chat_template_utils import _compile_jinja_template
-
-    environment = _compile_jinja_template("").environment
-    fixed = {*environment.globals, *tokenizer.special_tokens_map, *ARGUMENTS}
-    variables = set[str]().union(*(meta.find_undeclared_variables(environment.parse(text)) for text in templates))
+    variables, fixed = find_variables(templates, tokenizer)
     beginning = ""
     for name, value in options.items():
         if name in fixed:
@@ -46,7 +42,7 @@ def with_options(templates: list[str], options: Keywords, tokenizer: PreTrainedT
                 f"data.chat_template_options: {name} is no variable of its own of a chat template: remove it"
             )
         if name not in variables:
-            readable = ", ".join(sorted(variables - fixed)) or "none"
+            readable = ", ".join(sorted(variables)) or "none"
             raise ConfigError(
                 f"data.chat_template_options: the chat template has no variable {name!r}; its variables are {readable}"
             )
@@ -58,3 +54,14 @@ def with_options(templates: list[str], options: Keywords, tokenizer: PreTrainedT
         beginning += f"{{%- if {name} is not defined or {name} is none %}}{{%- set {name} = {value!r} %}}{{%- endif %}}"
     # transformers drops one line break after a tag: white space at the template's beginning stays as it is
     return [text if text.startswith(beginning) else f"{beginning}\n{text}" for text in templates]
+
+
+def find_variables(templates: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> tuple[set[str], set[str]]:
+    """The variables of chat templates whose values may be chosen, and the names that have a value already."""
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template("").environment
+    fixed = {*environment.globals, *tokenizer.special_tokens_map, *ARGUMENTS}
+    variables = set[str]().union(*(meta.find_undeclared_variables(environment.parse(text)) for text in templates))
+    return variables - fixed, fixed
