@@ -56,6 +56,7 @@ def test_each_part_of_the_export_is_what_its_library_loads(whole: Path) -> None:
         assert torch.equal(foundation(input_ids=tokens).logits, model(input_ids=tokens).logits)
         encoder, pixels = AutoModel.from_pretrained(folder / "encoder"), torch.rand(1, 3, 16, 16)
         assert torch.equal(encoder(pixels).last_hidden_state, model.model.vision_tower(pixels).last_hidden_state)
+    assert (folder / "encoder/preprocessor_config.json").is_file()  # how pixels are normalised
 
 
 def test_the_loss_is_two_means_and_codes_are_what_the_image_tokenizer_says(settings: dict, tmp_path: Path) -> None:

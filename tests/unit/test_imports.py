@@ -236,7 +236,7 @@ MOST_LINES = {
     "train_dit": 24_650,
     "train_dit_dpo": 25_950,
     "train_image_tokenizer": 27_500,
-    "train_omni": 37_800,
+    "train_omni": 37_850,
     "train_text": 28_100,
     "train_text_dpo": 27_850,
     "train_text_kto": 28_000,
