@@ -47,7 +47,7 @@ def main(config: TrainImageTokenizerConfig) -> None:
     identity = identify_images(config, dataset, loader.global_batch_size)
     vq = build_vq(config.model, config.train.seed)
     vq.trained.to(mesh.device).train()
-    vq.check_size(config.data.height, config.data.width)
+    vq.set_size(config.data.height, config.data.width)
     bad_rows = BadRows(bad_row_limit(config.data.max_bad_rows, len(dataset)), run.say)
     examples, captions = read_examples(dataset, 256, bad_rows)
     if config.model.config_path is not None:  # a new model: its codes begin among the latents of these images

@@ -174,7 +174,8 @@ def _build(run: Path) -> Exportable:
     if task == "train_omni":
         from sfumato.models.omni.load import build_omni_model
 
-        return build_omni_model(cast("TrainOmniConfig", config))
+        config = cast("TrainOmniConfig", config)
+        return _with_template(build_omni_model(config), config.data)
     if task == "rl_text":
         from sfumato.models.language.load import build_language_model
         from sfumato.rollout.text.policy import adopt_template, build_text_template

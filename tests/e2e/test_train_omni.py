@@ -13,6 +13,7 @@ import torch
 from diffusers import VQModel
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration
 
+from sfumato.commands.export_checkpoint import export_checkpoint
 from sfumato.config.load import load_config, merge
 from sfumato.config.omni import TrainOmniConfig
 from sfumato.data.media.image_answers import CODE
@@ -56,6 +57,14 @@ def test_each_part_of_the_export_is_what_its_library_loads(whole: Path) -> None:
         assert torch.equal(foundation(input_ids=tokens).logits, model(input_ids=tokens).logits)
         encoder, pixels = AutoModel.from_pretrained(folder / "encoder"), torch.rand(1, 3, 16, 16)
         assert torch.equal(encoder(pixels).last_hidden_state, model.model.vision_tower(pixels).last_hidden_state)
+    assert (folder / "encoder/preprocessor_config.json").is_file()  # how pixels are normalised
+
+
+def test_a_later_export_is_that_of_the_run(whole: Path, tmp_path: Path) -> None:
+    export_checkpoint(whole, tmp_path / "later")
+    names = ("config.json", "generation_config.json", "chat_template.jinja")
+    for name in [*names, *(f"foundation/{name}" for name in names)]:
+        assert (tmp_path / "later" / name).read_text() == (whole / "hf_ckpt" / name).read_text(), name
 
 
 def test_the_loss_is_two_means_and_codes_are_what_the_image_tokenizer_says(settings: dict, tmp_path: Path) -> None:

@@ -178,7 +178,14 @@ def broken_rows():
             "<image> stands for an image, and the row's column 'images' holds none",
         ),
         "another column": ("<image>What?", {"picture": "a.png"}, "column 'images' holds none"),
-        "Qwen-VL": ("<img>a.png</img>What?", {}, "<img>a.png</img>, as in data for the first Qwen-VL, is not read"),
+        "Qwen-VL": (
+            "<img>a.png</img>What?",
+            {},
+            "<img>a.png</img>, as in data of MMMU or for the first Qwen-VL, is not",
+        ),
+        "MMMU": ("<image 1>What?", {"image_1": "a.png"}, "<image 1>, as in data of .*: write <image> there"),
+        "another key": ([{"type": "text", "value": "What?"}], {}, "a part of type 'text' has no text under 'text'"),
+        "nested": ([{"type": "image", "source": {"data": "="}}, *ask], {}, r"names no file \(image, path, url, bytes"),
         "Qwen-Audio": ("<audio>a.wav</audio>What?", {}, "write <audio> there, and the file in the column 'audios'"),
         "its own limit": (
             [{"type": "image", "image": data_url(plain_file), "max_pixels": 64}, *ask],

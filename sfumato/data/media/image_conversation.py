@@ -40,8 +40,9 @@ PART_LIMITS = (
 )
 """Keys of a message's part by which qwen_vl_utils and others size or cut one medium alone, which is refused here."""
 
-QWEN_MARK = re.compile(r"<(img|video|audio)>[^<\n]+</\1>")
-"""How data for the first Qwen-VL and Qwen-Audio, and older data of ms-swift, names a file within a text."""
+OTHER_MARK = re.compile(r"<(img|video|audio)>[^<\n]+</\1>|<\|?(image|video|audio)[ _-]?\d+\|?>")
+"""How data for the first Qwen-VL and Qwen-Audio, and older data of ms-swift, names a file within a text, and how data
+of MMMU and for Phi-3 numbers it."""
 
 BOX_MARK = re.compile(r"<(bbox|ref-object)>")
 """What ms-swift replaces by values of a row's column ``objects``."""
@@ -210,7 +211,8 @@ def take_media(
             value = next((part[key] for key in (kind, *KEYS) if part.get(key) is not None), None)
             if value is None and not unplaced_files[kind]:
                 raise DataError(
-                    f"{place}: {NAMES[kind]} is missing: the row's column '{COLUMNS[kind][0]}' has {num_files[kind]}"
+                    f"{place}: {NAMES[kind]} is missing: the message names no file ({', '.join((kind, *KEYS))}), and "
+                    f"the row's column '{COLUMNS[kind][0]}' has {num_files[kind]}"
                 )
             if value is None:
                 next_index = num_files[kind] - len(unplaced_files[kind])
@@ -253,11 +255,11 @@ def _refuse_marks_without_files(text: str, place: str, num_files: Mapping[str, i
 
     The model would be trained on the mark's letters, and without the image. Arguments are those of ``_split_content``.
     """
-    if mark := QWEN_MARK.search(text):
-        kind = mark[1].replace("img", "image")
+    if mark := OTHER_MARK.search(text):
+        kind = (mark[1] or mark[2]).replace("img", "image")
         raise DataError(
-            f"{place}: {mark[0]}, as in data for the first Qwen-VL, is not read: write <{kind}> there, and the file in "
-            f"the column '{COLUMNS[kind][0]}'"
+            f"{place}: {mark[0]}, as in data of MMMU or for the first Qwen-VL, is not read: write <{kind}> there, and "
+            f"the file in the column '{COLUMNS[kind][0]}'"
         )
     for kind in (kind for kind, number in num_files.items() if not number):
         if f"<{kind}>" in text:
@@ -315,6 +317,8 @@ def _split_content(content: object, place: str, num_files: Mapping[str, int]) ->
                 parts += [
                     {"type": marks[text], "index": None} if text in marks else {"type": "text", "text": text}
                 ] * bool(text)
+        elif kind == "text":
+            raise DataError(f"{place}: a part of type 'text' has no text under 'text'")
         else:
             names = ", ".join(NAMES[name] for name in num_files)
             hint = " (data.data_type media_conversation reads it)" if kind.startswith(("video", "audio")) else ""

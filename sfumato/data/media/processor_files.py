@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sfumato.config.file_checks import read_json_object
+from sfumato.errors import ConfigError
 
 PROCESSOR_FILES = (
     "preprocessor_config.json",
@@ -32,7 +33,7 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
     """
     if "image" in media:
         processor.image_processor.save_pretrained(folder)
-        if settings := _image_settings_within(source):
+        if settings := {} if source is None else _image_settings_within(source):
             # without the limits of the run, which the folder's other file does not have either
             _write_json(folder / PROCESSOR_FILES[0], settings)
     if source is None:
@@ -52,10 +53,23 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
             shutil.copyfile(path, folder / path.name)
 
 
-def _image_settings_within(source: Path | None) -> dict[str, object]:
+def image_settings(folder: Path) -> dict[str, object]:
+    """The settings of images in a folder, from the files and in the order of transformers; empty without any.
+
+    Raises:
+        ConfigError: when a file is broken.
+    """
+    file = folder / PROCESSOR_FILES[0]
+    try:
+        return _image_settings_within(folder) or (read_json_object(file) if file.is_file() else {})
+    except ValueError as error:
+        raise ConfigError(f"{folder}: its settings of images are not read: {error}") from error
+
+
+def _image_settings_within(folder: Path) -> dict[str, object]:
     """The settings of images that a folder keeps in its processor_config.json, as transformers 5 writes them."""
-    file = None if source is None else source / "processor_config.json"
-    settings = read_json_object(file).get("image_processor") if file is not None and file.is_file() else None
+    file = folder / "processor_config.json"
+    settings = read_json_object(file).get("image_processor") if file.is_file() else None
     return settings if isinstance(settings, dict) else {}
 
 

@@ -92,11 +92,15 @@ class VqModel:
 
     def decode(self, quantised: Tensor) -> Tensor:
         """Decodes vectors of codes ``[B, C, h, w]`` to images ``[B, 3, H, W]``."""
-        return self.trained.decode(quantised, force_not_quantize=True).sample
+        return decode_vectors(self.trained, quantised)
 
     @torch.no_grad()
-    def check_size(self, height: int, width: int) -> None:
-        """Raises ConfigError for images, of so many pixels, that come back at another size."""
+    def set_size(self, height: int, width: int) -> None:
+        """Notes the size of the images in the model's configuration, by which its export is used.
+
+        Raises:
+            ConfigError: for images, of so many pixels, that come back at another size.
+        """
         latents = self.latents(torch.zeros(1, 3, height, width, device=next(self.trained.parameters()).device))
         rows, columns = self.decode(self.quantise(latents)[0]).shape[-2:]
         if (rows, columns) != (height, width):
@@ -104,6 +108,8 @@ class VqModel:
                 f"data.height {height} and data.width {width}: this VQ model gives back images of {rows} x {columns} "
                 f"pixels: take multiples of {rows // latents.shape[-2]}"
             )
+        if hasattr(self.trained.config, "sample_size"):  # those of transformers have none
+            self.trained.register_to_config(sample_size=(height, width))
 
     @torch.no_grad()
     def reconstruct(self, examples: Tensor) -> tuple[np.ndarray, int]:
@@ -183,12 +189,20 @@ class ImageTokenizer:
         """Decodes B lists of ``num_codes`` codes: uint8 ``[B, H, W, 3]``."""
         embedded = self.model.quantize.embedding(torch.tensor(codes)).unflatten(1, self.shape)
         latents = embedded.permute(0, 3, 1, 2).contiguous()
-        pixels = as_bytes(self.model.decode(latents, force_not_quantize=True).sample)
+        pixels = as_bytes(decode_vectors(self.model, latents))
         return pixels.permute(0, 2, 3, 1).numpy()
 
     def save(self, folder: Path) -> None:
         """Writes the VQ model in the format of diffusers."""
         self.model.save_pretrained(folder)
+
+
+def decode_vectors(model: DiffusersModule, vectors: Tensor) -> Tensor:
+    """Decodes vectors of codes ``[B, C, h, w]`` to images ``[B, 3, H, W]`` by diffusers' VQModel.
+
+    Its own ``decode`` takes codes instead where the configuration says ``lookup_from_codebook``, as that of aMUSEd.
+    """
+    return model.decoder(model.post_quant_conv(vectors), vectors if model.config.norm_type == "spatial" else None)
 
 
 def digest_weights(module: nn.Module, settings: object) -> str:

@@ -24,6 +24,7 @@ from sfumato.config.text import LanguageModelConfig
 from sfumato.config.trust import load_pretrained, make_from_config
 from sfumato.config.yaml_text import read_yaml
 from sfumato.data.media.image_answers import IMAGE_TOKEN, DrawingReader, add_drawing_tokens
+from sfumato.data.media.processor_files import image_settings
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.token_ids import token_id
 from sfumato.errors import ConfigError, suggest
@@ -74,7 +75,7 @@ def build_omni_model(config: TrainOmniConfig) -> OmniModel:
             module, make = with_head(module, make, build_head(head, width, image_tokenizer.latent_shape))  # pyright: ignore[reportAttributeAccessIssue]  (a head has latents)
     if config.model.projector is not None:
         load_projector(module, Path(config.model.projector))
-    reader = _build_reader(module, tokenizer, image_tokenizer)
+    reader = _build_reader(module, tokenizer, image_tokenizer, config.model.encoder)
     vision = Vision(config.data.data_type.limited(reader), None)
     # With chunks the model returns hidden states instead of logits, and a flow head is conditioned on these.
     chunked = config.train.chunked_loss or head is not None
@@ -264,14 +265,22 @@ def _num_features(encoder: PreTrainedModel) -> int:
 
 
 def _build_reader(
-    module: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, image_tokenizer: ImageTokenizer | LatentTokenizer
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    image_tokenizer: ImageTokenizer | LatentTokenizer,
+    encoder: PartConfig,
 ) -> DrawingReader:
-    """Makes the reader of images for a composed model, in which Pillow resizes each to the size of the encoder."""
+    """Makes the reader of images for a composed model, in which Pillow resizes each to the size of the encoder.
+
+    Mean and deviation of pixels are those that the encoder's folder states, else 0.5.
+    """
     from transformers import LlavaProcessor
     from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
     vision = module.config.vision_config
-    images = SiglipImageProcessorPil(size={"height": vision.image_size, "width": vision.image_size})
+    stated = image_settings(Path(encoder.model_path)) if encoder.model_path is not None else {}
+    pixels: Keywords = {name: stated[name] for name in ("image_mean", "image_std", "do_normalize") if name in stated}
+    images = SiglipImageProcessorPil(size={"height": vision.image_size, "width": vision.image_size}, **pixels)
     strategy = module.config.vision_feature_select_strategy
     settings = {"num_additional_image_tokens": int(strategy == "default"), "image_token": IMAGE_TOKEN}
     processor = LlavaProcessor(images, tokenizer, vision.patch_size, strategy, **settings)

@@ -160,6 +160,8 @@ class OmniModel(LanguageModel):
             add_older_config_names(folder / part)
         save_tokenizer(self.tokenizer, folder / "foundation")
         save_generation_config(folder / "foundation", None, self.tokenizer)
+        assert self.vision is not None
+        self.vision.reader.processor.image_processor.save_pretrained(folder / "encoder")
         self.image_tokenizer.save(folder / "image_tokenizer")
         if heads:
             assert self.head_class is not None
