@@ -12,8 +12,16 @@ FLOW_GRPO = {"images", "prompts", "metadata"}
 """Parameters of a reward function of flow_grpo, which gets a batch and returns values and details."""
 TRL = {"completions", "completion_ids"}
 """Parameters of a reward function of TRL, which gets columns of a batch by their names."""
-VERL = {"solution_str", "ground_truth"}
-"""Parameters of a reward function of verl, which gets one answer, and returns a number or a dictionary with it."""
+VERL = {
+    "data_source": 'row.get("data_source")',
+    "solution_str": "sample.text",
+    "predict_str": "sample.text",
+    "model_output": "sample.text",
+    "ground_truth": 'row.get("answer")',
+    "extra_info": 'row.get("extra_info")',
+}
+"""Parameters of a reward function of verl, which gets one answer, and returns a number or a dictionary with it, and
+what each is given. Those of its own scores have some of them, in another order."""
 
 WRAPPERS = {
     "flow_grpo": """\
@@ -33,7 +41,7 @@ def score(samples):
     "verl": """\
 def score(sample):  # rows of data.data_type verl; of others the columns have their own names
     row = sample.metadata
-    value = {name}(row.get("data_source"), sample.text, row.get("answer"), row.get("extra_info"))
+    value = {name}({arguments})
     return value["score"] if isinstance(value, dict) else value""",
 }
 """What calls a function of others, by whose it is."""
@@ -66,10 +74,12 @@ def check_signature(function: Callable[..., object], path: str, groupwise: bool)
     place = place_of(function)
     where = path if place is None else f"{path} ({place[0]}:{place[1]})"
     is_of_trl = bool({*names} & TRL) and "prompt" not in names  # AReaL's get one prompt
-    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if is_of_trl else "verl" if {*names} >= VERL else ""
+    is_of_verl = "ground_truth" in names and any(VERL.get(name) == "sample.text" for name in names)
+    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if is_of_trl else "verl" if is_of_verl else ""
     if whose:
         name = path.rpartition(":")[2]
-        wrapper = WRAPPERS[whose].format(name=name)
+        arguments = ", ".join(f"{parameter}={VERL[parameter]}" for parameter in names if parameter in VERL)
+        wrapper = WRAPPERS[whose].format(name=name, arguments=arguments)
         if inspect.iscoroutinefunction(function):
             wrapper = wrapper.replace("def score(", "async def score(").replace(f" {name}(", f" await {name}(")
         raise ConfigError(

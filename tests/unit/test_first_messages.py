@@ -45,6 +45,15 @@ def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str) + float(ground_truth)}
 
 
+def verl_score(solution_str, ground_truth, method="strict"):
+    assert method == "strict"
+    return len(solution_str) + float(ground_truth)
+
+
+def verl_geo3k(predict_str, ground_truth, use_boxed=True, format_score=0.1):
+    return len(predict_str) + float(ground_truth) if use_boxed is True else 0.0
+
+
 def factory():
     return flow
 
@@ -92,6 +101,8 @@ def source(tmp_path):
         ("trl", TEXTS, [1.0, 2.0]),
         ("verl", TEXTS, [5.0, 6.0]),
         ("verl_async", TEXTS, [5.0, 6.0]),
+        ("verl_score", TEXTS, [5.0, 6.0]),
+        ("verl_geo3k", TEXTS, [5.0, 6.0]),
     ],
 )
 def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, tmp_path, name, samples, values):
