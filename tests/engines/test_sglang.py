@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -166,7 +167,7 @@ def test_what_does_not_fit_is_refused(served, tmp_path):
         SglangSettings(url="sglang:30000").build(*parts(MODEL, tmp_path))
 
 
-def test_a_server_that_fails_is_noticed(served):
+def test_a_server_that_fails_is_noticed(served, monkeypatch):
     engine, scheduler = served(timeout_s=0.5)
     scheduler.faults.add("out of memory")
     with pytest.raises(EngineError, match=r"500.*out of memory"):
@@ -176,6 +177,18 @@ def test_a_server_that_fails_is_noticed(served):
         drawn(engine, requests_of(1))
     scheduler.faults = {"no spans"}
     assert drawn(engine, requests_of(1))[0].versions == [0] * 6
+    for impossible in ((5, math.nan), (5, 0.5), (-1, -1.0)):
+        with monkeypatch.context() as patch, pytest.raises(EngineError, match="tokens or log-probs that cannot be"):
+            patch.setattr(scheduler, "draw", lambda *_, impossible=impossible: impossible)
+            drawn(engine, requests_of(1))
+
+    def draw_and_abort(*_):
+        scheduler.num_aborts += 1
+        return 5, -1.0
+
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match="that nobody asked it to end"):
+        patch.setattr(scheduler, "draw", draw_and_abort)
+        drawn(engine, requests_of(1))
     scheduler.version = "somebody's"
     with pytest.raises(EngineError, match='weights called "somebody\'s"'):
         drawn(engine, requests_of(1))
