@@ -177,18 +177,20 @@ def test_a_server_that_fails_is_noticed(served, monkeypatch):
         drawn(engine, requests_of(1))
     scheduler.faults = {"no spans"}
     assert drawn(engine, requests_of(1))[0].versions == [0] * 6
-    for impossible in ((5, math.nan), (5, 0.5), (-1, -1.0)):
-        with monkeypatch.context() as patch, pytest.raises(EngineError, match="tokens or log-probs that cannot be"):
-            patch.setattr(scheduler, "draw", lambda *_, impossible=impossible: impossible)
-            drawn(engine, requests_of(1))
 
     def draw_and_abort(*_):
         scheduler.num_aborts += 1
         return 5, -1.0
 
-    with monkeypatch.context() as patch, pytest.raises(EngineError, match="that nobody asked it to end"):
+    impossible = "tokens or log-probs that cannot be"
+    with monkeypatch.context() as patch:
+        for token, log_prob in ((5, math.nan), (5, 0.5), (-1, -1.0)):
+            patch.setattr(scheduler, "draw", lambda *_, answer=(token, log_prob): answer)
+            with pytest.raises(EngineError, match=impossible):
+                drawn(engine, requests_of(1))
         patch.setattr(scheduler, "draw", draw_and_abort)
-        drawn(engine, requests_of(1))
+        with pytest.raises(EngineError, match="that nobody asked it to end"):
+            drawn(engine, requests_of(1))
     scheduler.version = "somebody's"
     with pytest.raises(EngineError, match='weights called "somebody\'s"'):
         drawn(engine, requests_of(1))
