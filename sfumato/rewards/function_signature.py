@@ -76,6 +76,12 @@ def check_signature(function: Callable[..., object], path: str, groupwise: bool)
     is_of_trl = bool({*names} & TRL) and "prompt" not in names  # AReaL's get one prompt
     is_of_verl = "ground_truth" in names and any(VERL.get(name) == "sample.text" for name in names)
     whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if is_of_trl else "verl" if is_of_verl else ""
+    needs_ids = getattr(signature.parameters.get("completion_ids"), "default", None) is inspect.Parameter.empty
+    if whose == "TRL" and needs_ids:
+        raise ConfigError(
+            f"{where} is a function of TRL that takes token ids, which rewards do not see: write it for a Sample, with "
+            "sample.text and sample.num_tokens, or take the reward length or overlong"
+        )
     if whose:
         name = path.rpartition(":")[2]
         arguments = ", ".join(f"{parameter}={VERL[parameter]}" for parameter in names if parameter in VERL)

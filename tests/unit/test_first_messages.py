@@ -37,6 +37,10 @@ def trl(prompts, completions, answer, **kwargs):
     return [float(len(text)) for text in completions]
 
 
+def trl_ids(completion_ids, answer, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
+
+
 def only_values(images, prompts, metadata):
     return [float(image.mean()) for image in images]
 
@@ -122,6 +126,8 @@ def test_a_function_that_cannot_be_called_with_a_sample_is_refused(source):
         FunctionReward(path=f"{source}:factory").prepare()
     with pytest.raises(ConfigError, match=r"must take one argument, a Sample, and is areal\(prompt, "):
         FunctionReward(path=f"{source}:areal").prepare()
+    with pytest.raises(ConfigError, match="takes token ids, which rewards do not see"):
+        FunctionReward(path=f"{source}:trl_ids").prepare()
     with pytest.raises(ConfigError, match="no async function"):
         FunctionReward(path=f"{source}:one", concurrency=2).prepare()
     for name in ("one", "with_default", "wrapped"):
