@@ -27,8 +27,9 @@ WRAPPERS = {
     "flow_grpo": """\
 import numpy
 
-def score(samples):  # uint8 [B, H, W, 3]; a function that takes tensors gets torch.from_numpy of it
-    images = numpy.stack([sample.image for sample in samples])
+def score(samples):
+    images = numpy.stack([sample.image for sample in samples])  # uint8 [B, H, W, 3]
+    # for a function of tensors: images = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
     values = {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])
     return values[0] if isinstance(values, tuple) else values""",
     "TRL": """\

@@ -28,9 +28,16 @@ PICTURES = [Sample(prompt="p", group_id=0, image=np.full((2, 3, 3), value, np.ui
 SOURCE = """
 import functools
 
+import torch
+
 
 def flow(images, prompts, metadata):
     return [float(image.mean()) for image in images], {}
+
+
+def flow_tensors(images, prompts, metadata):
+    images = (images * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy().transpose(0, 2, 3, 1)
+    return [float(image.mean()) + image.shape[-1] for image in images], {}
 
 
 def trl(prompts, completions, answer, **kwargs):
@@ -102,6 +109,7 @@ def source(tmp_path):
     [
         ("flow", PICTURES, [10.0, 20.0]),
         ("only_values", PICTURES, [10.0, 20.0]),
+        ("flow_tensors", PICTURES, [13.0, 23.0]),
         ("trl", TEXTS, [1.0, 2.0]),
         ("verl", TEXTS, [5.0, 6.0]),
         ("verl_async", TEXTS, [5.0, 6.0]),
@@ -114,6 +122,8 @@ def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, t
         FunctionReward(path=f"{source}:{name}").prepare()
     assert f"{source}:{SOURCE[: SOURCE.index(f'def {name}(')].count(chr(10)) + 1}" in str(error.value)
     lines = str(error.value).partition("\n")[2]
+    if name == "flow_tensors":
+        lines = lines.replace("# for a function of tensors: ", "")
     mended = tmp_path / "mended.py"
     mended.write_text(f"{SOURCE}\n\n{lines}\n")
     reward = FunctionReward(path=f"{mended}:score", groupwise="groupwise: true" in str(error.value), process=False)
