@@ -21,9 +21,9 @@ from sfumato.rewards.base import Sample
 from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.page import render_page
 from sfumato.tracking.progress import format_value
-from sfumato.tracking.report_answers import folded
+from sfumato.tracking.report_answers import fold_text
 from sfumato.tracking.report_samples import audio_player, grid_table, picture_tag, prompt_rows
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.report_tables import render_section
 from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
 from sfumato.tracking.waveforms import VideoWithSound
 
@@ -147,7 +147,7 @@ class SamplesFolder:
             body.append(prompt_rows(prompt, seed, self._source(prompt_id), row))
         hidden = f"{len(shown)} of {len(cells)} rows; all are in {ROWS}" if len(shown) < len(cells) else ""
         width = max(104, min(MAX_PIXELS, 1080 // max(len(models), 1) - 10))
-        return section("Same prompts and seeds", hidden, grid_table(head, body, width))
+        return render_section("Same prompts and seeds", hidden, grid_table(head, body, width))
 
     def _write(self, named: NamedSample) -> str:
         """Writes the content, and returns the path of its file within the folder."""
@@ -224,11 +224,11 @@ class SamplesFolder:
     def _cell(self, written: _Written) -> str:
         """A sample on the page, with its rewards below."""
         if written.text is not None:
-            content = f'<div class="text">{folded(written.text)}</div>'
+            content = f'<div class="text">{fold_text(written.text)}</div>'
         else:
             path = self.folder / written.file
             # browsers show the animation beside a video; there may be none of the other kinds
-            content = _picture(path.with_suffix(SHOWN_AS.get(path.suffix, path.suffix)), written.prompt)
+            content = _embed_picture(path.with_suffix(SHOWN_AS.get(path.suffix, path.suffix)), written.prompt)
             sound = path.with_suffix(".wav")
             if sound.is_file():
                 content += audio_player(sound, str(Path(written.file).with_suffix(".wav")))
@@ -244,7 +244,7 @@ class SamplesFolder:
         name = self._sources.get(prompt_id)
         if name is None:
             return ""
-        return f'<div class="source">{_picture(self.folder / name, "source")}<small>source</small></div>'
+        return f'<div class="source">{_embed_picture(self.folder / name, "source")}<small>source</small></div>'
 
 
 def write_sections(folder: Path, title: str, notes: Sequence[str], sections: Sequence[str]) -> Path:
@@ -319,6 +319,6 @@ def write_sounding_video(content: VideoWithSound, path: Path) -> bool:
     return True
 
 
-def _picture(path: Path, alt: str) -> str:
+def _embed_picture(path: Path, alt: str) -> str:
     """An embedded picture; small ones with hard pixels."""
     return picture_tag(*thumbnail_data_uri(path, MAX_PIXELS), printable(alt))

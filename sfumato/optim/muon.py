@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from sfumato.parallel.expert_modules import find_experts, has_experts
-from sfumato.parallel.shards import local, placed_like, plain_name, ranges_of, whole, whole_shapes
+from sfumato.parallel.shards import gather_whole, local_shard, placed_like, plain_name, ranges_of, whole_shapes
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -55,7 +55,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     return names
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """Moves singular values to about 1 (0.7 to 1.2) by Newton-Schulz steps.
 
     Args:
@@ -137,9 +137,9 @@ class Muon(torch.optim.AdamW):
             gathered = sharers.gather(self._direction(parameter), parameter)
             shapes.append(gathered.shape)
             if owner == sharers.rank:
-                mine = orthogonalised(gathered.to(self._dtype(gathered)))
+                mine = orthogonalise(gathered.to(self._dtype(gathered)))
         for owner, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
-            shard = local(parameter)
+            shard = local_shard(parameter)
             is_mine = owner == sharers.rank
             # The last matrices of a group may be fewer than the ranks; ranks beyond them only receive.
             update = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
@@ -153,8 +153,8 @@ class Muon(torch.optim.AdamW):
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient = local(cast(Tensor, parameter.grad))
-        momentum = local(state["momentum_buffer"])
+        gradient = local_shard(cast(Tensor, parameter.grad))
+        momentum = local_shard(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
@@ -191,7 +191,7 @@ class Sharers:
         assert isinstance(like, DTensor)  # else it would have no axes
         placed = placed_like(shard, like)
         if len(self.axes) == like.device_mesh.ndim:
-            return whole(placed)
+            return gather_whole(placed)
         placements = [Replicate() if axis in self.axes else placement for axis, placement in enumerate(like.placements)]
         return placed.redistribute(placements=placements).to_local()
 
@@ -230,7 +230,7 @@ def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
 
 def _shard(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """This rank's shard of a tensor that is whole in every dimension, or already cut as ``parameter`` is in some."""
-    for dim, (size, ranges) in enumerate(zip(local(parameter).shape, ranges_of(parameter), strict=True)):
+    for dim, (size, ranges) in enumerate(zip(local_shard(parameter).shape, ranges_of(parameter), strict=True)):
         if tensor.shape[dim] != size:
             tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     return tensor

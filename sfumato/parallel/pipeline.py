@@ -29,7 +29,7 @@ from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.stages import (
     SPLIT_BACKWARD,
     Part,
-    absent,
+    absent_part,
     check_added_features,
     check_hands_on,
     check_micro_batches,
@@ -332,7 +332,7 @@ def build_pipeline(
         if rank != mesh.rank_in("pp"):
             continue
         replacements = {
-            id(part): part if index == owner else absent(part)
+            id(part): part if index == owner else absent_part(part)
             for owner, stage_parts in enumerate(parts)
             for part in stage_parts
         }

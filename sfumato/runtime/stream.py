@@ -41,7 +41,7 @@ from sfumato.config.rl import RLConfig
 from sfumato.errors import RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import RankBatch
-from sfumato.runtime.roles import Handle, Roles, labelled
+from sfumato.runtime.roles import Handle, Roles, label_calls
 from sfumato.runtime.rounds import (
     DrawnSample,
     InFlight,
@@ -190,7 +190,7 @@ class RolloutStream:
             for step in range(from_step, self.total_steps):
                 batch = self._collect(step)
                 self._end_turn()
-                with labelled(self.roles.driver.record, step + 1):
+                with label_calls(self.roles.driver.record, step + 1):
                     self._advance()
                     yield step, batch
                 del batch  # else the samples would be kept while the next are collected
@@ -379,7 +379,7 @@ class RolloutStream:
         round_ = self.in_flight.to_score(self.with_reward)
         if round_ is None:
             return False
-        with labelled(self.roles.driver.record, round_.step + 1, round_.version):
+        with label_calls(self.roles.driver.record, round_.step + 1, round_.version):
             for unit in round_.units:
                 unit.scores = self.roles.scorer.submit(self.score, unit.made[1], kind="score")
         return True
@@ -419,7 +419,7 @@ class RolloutStream:
             round_.version = cast("int", self.weights.sampler_version)
             round_.forget_samples(and_scores=True)
         requests = [None if unit is None else unit.requests for unit in round_.by_rank]
-        with labelled(self.roles.driver.record, step + 1, round_.version):
+        with label_calls(self.roles.driver.record, step + 1, round_.version):
             unfinished = self._unfinished_before(round_)
             handles_by_rank = self.roles.sampler.map_remote(
                 self.generate,
@@ -484,7 +484,7 @@ class RolloutStream:
                 [handle for unit in units for handle in unit.made] for units, _ in self._samples_of_actor(iteration)
             ]
             try:
-                with labelled(self.roles.driver.record, iteration.step + 1):
+                with label_calls(self.roles.driver.record, iteration.step + 1):
                     self.roles.actor.prefetch(parts).result()
                 return True
             except ValuesLostError as error:

@@ -30,7 +30,7 @@ from sfumato.studio.requests import (
     json_response,
     number_list,
     number_parameter,
-    refusal,
+    refuse_request,
     text_parameter,
     text_parameters,
 )
@@ -113,7 +113,7 @@ class Studio:
     async def static(self, request: Request) -> Response:
         """A script or a style sheet of the studio's own: only what was read at its start is sent."""
         make = self._static.get(request.path_params["path"])
-        return make() if make else refusal(404, "there is no such file")
+        return make() if make else refuse_request(404, "there is no such file")
 
     def list_runs(self, request: Request) -> Response:
         """Runs from one on, the newest first; with ``quick`` none is read that nobody has looked at yet."""
@@ -254,7 +254,7 @@ class Studio:
         try:
             content = self.thumbnails.get(self._path(request), width)
         except BrokenPictureError as error:
-            return refusal(404, str(error))
+            return refuse_request(404, str(error))
         return Response(content, media_type="image/webp", headers={"cache-control": FOR_EVER})
 
     def spectrum(self, request: Request) -> Response:
@@ -262,7 +262,7 @@ class Studio:
         try:
             content = draw_spectrum(self._path(request))
         except BrokenPictureError as error:
-            return refusal(404, str(error))
+            return refuse_request(404, str(error))
         return Response(content, media_type="image/png", headers={"cache-control": FOR_EVER})
 
     def file(self, request: Request) -> Response:
@@ -307,14 +307,14 @@ def build_app(studio: Studio, token: str, names: tuple[str, ...] = (), more: tup
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RefusedRequestError)
-        return refusal(error.status, str(error))
+        return refuse_request(error.status, str(error))
 
     async def explain(request: Request, error: Exception) -> Response:
-        return refusal(422, str(error))
+        return refuse_request(422, str(error))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return refusal(error.status_code, error.detail)
+        return refuse_request(error.status_code, error.detail)
 
     app = Starlette(
         routes=[*studio.routes(), *more],

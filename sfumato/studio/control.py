@@ -166,7 +166,7 @@ class Control:
         file = result.pop("file", None)
         if isinstance(file, str) and Path(file).suffix in (".png", ".webp") and Path(file).is_file():
             result["picture"] = self._address(Path(file))
-        return {str(name): _cleaned(item) for name, item in result.items()}
+        return {str(name): _clean_value(item) for name, item in result.items()}
 
     async def play(self, request: Request) -> Response:
         """Has a checkpoint, or all of them, answer a prompt. The process that holds the model stays for the next."""
@@ -198,7 +198,7 @@ class Control:
             if path.suffix == ".wav":
                 parts = {"spectrum": path.with_suffix(".png"), "sound": path}
             answer |= {name: self._address(part) for name, part in parts.items() if part.is_file()}
-        return json_response({"answers": [_cleaned(answer) for answer in answers], "memory": state.get("memory")})
+        return json_response({"answers": [_clean_value(answer) for answer in answers], "memory": state.get("memory")})
 
     async def end_playground(self, request: Request) -> Response:
         """Frees the memory that the playground's model takes."""
@@ -279,20 +279,20 @@ def _read_answers(reader: RunReader) -> dict[str, object]:
     prompts = read_text(reader.folder / FOLDER, WATCHED).splitlines()
     prompts = [line for line in prompts if line.strip() and not line.startswith("#")]
     return {
-        "answers": _cleaned(answers[-NEWEST_ANSWERS:]),
+        "answers": _clean_value(answers[-NEWEST_ANSWERS:]),
         "waiting": waiting,
         "prompts": [printable(line) for line in prompts],
     }
 
 
-def _cleaned(value: object) -> object:
+def _clean_value(value: object) -> object:
     """A value with texts that do nothing to what shows them, and without secrets."""
     if isinstance(value, str):
         return printable(hide_in_text(value[:20_000]))
     if isinstance(value, dict):
-        return {str(name): _cleaned(item) for name, item in value.items()}
+        return {str(name): _clean_value(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_cleaned(item) for item in value[:1000]]
+        return [_clean_value(item) for item in value[:1000]]
     return value
 
 

@@ -171,7 +171,7 @@ def reduce_curve(curve: Curve, width: int, first: float = -math.inf, last: float
     in_range = np.flatnonzero((steps >= first) & (steps <= last))
     total = len(in_range)
     if total > 2 * width:
-        in_range = in_range[_extremes(steps[in_range], values[in_range], width)]
+        in_range = in_range[_extreme_indices(steps[in_range], values[in_range], width)]
     is_smoothed = len(values) > SMOOTH_FROM and bool(np.isfinite(values).all())
     return {
         "x": steps[in_range].tolist(),
@@ -181,7 +181,7 @@ def reduce_curve(curve: Curve, width: int, first: float = -math.inf, last: float
     }
 
 
-def _extremes(steps: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
+def _extreme_indices(steps: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
     """Indices of the lowest and the highest value of each of ``width`` columns, and of the first and the last point."""
     span = max(steps[-1] - steps[0], 1.0)
     columns = np.minimum((steps - steps[0]) / span * width, width - 1).astype(np.int64)

@@ -30,7 +30,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import write_atomically
 from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError, FolderError
-from sfumato.parallel.finite import listed
+from sfumato.parallel.finite import list_first
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id, set_later_aside
 from sfumato.tracking.json_lines import read_jsonl
@@ -226,7 +226,7 @@ class RunFolder:
         if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
             raise FolderError(
                 f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
-                f"this configuration differs in {listed(self.differences)}: give it a folder of its own, "
+                f"this configuration differs in {list_first(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
             )
         names_checkpoint = self.wanted not in (None, "auto", "new")
@@ -337,7 +337,7 @@ class RunFolder:
             )
         start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
         elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
-        differences = f" This one differs in {listed(self.differences)}." if self.differences else ""
+        differences = f" This one differs in {list_first(self.differences)}." if self.differences else ""
         if standing.finished:
             raise FolderError(
                 f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere} and "
@@ -431,7 +431,7 @@ def check_same_settings(config: Section, mesh: Mesh) -> None:
     """
     settings = flatten(config.model_dump(mode="json"))
     places = (f"on rank {mesh.rank}, {platform.node()}", "on rank 0")
-    problem = listed(list_differences(settings, mesh.first(settings, among="world"), places))
+    problem = list_first(list_differences(settings, mesh.first(settings, among="world"), places))
     if problems := [text for text in mesh.gather(problem, over="world") if text]:
         raise ConfigError(
             f"the processes of this run have different settings: {problems[0]}. Start it with the same configuration "

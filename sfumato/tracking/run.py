@@ -23,7 +23,7 @@ from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
-from sfumato.tracking.exit import check_early_stop, ending_of, listen, name_log
+from sfumato.tracking.exit import check_early_stop, ending_of, install_signal_handlers, name_log
 from sfumato.tracking.folder import RunFolder, check_same_settings, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import BestEffortFiles, JsonLines, read_jsonl, series_of
@@ -522,7 +522,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     Run.newest = run
     if mesh.is_first:  # other ranks' messages are not shown, but their warnings go to standard error
         say_messages(run.say)
-    listen(run)
+    install_signal_handlers(run)
     watch_peers(mesh.rank, mesh.size, run.say if mesh.is_first else partial(print, file=sys.stderr, flush=True))
     return run
 

@@ -12,8 +12,8 @@ from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import (
     ForwardProcessObjective,
     NoisedSamples,
-    distance,
     reward_probability,
+    row_distances,
 )
 from sfumato.algorithms.objectives import check_clip_ranges
 from sfumato.algorithms.preference import preference_loss
@@ -68,18 +68,18 @@ class CRD(ForwardProcessObjective):
 
     def _error(self, batch: NoisedSamples, velocity: Tensor) -> Tensor:
         squared = (velocity - batch.target) ** 2
-        return mean_over_sample(squared / distance(velocity, batch.target) if self.adaptive else squared)
+        return mean_over_sample(squared / row_distances(velocity, batch.target) if self.adaptive else squared)
 
     def _weights(self, q: Tensor, cells: Tensor) -> list[Tensor]:
         """Matrices ``[R, R]`` whose row i holds the weights of the mean that row i is centred by."""
         same = cells[:, None] == cells
         if self.temperature is None:
-            return [_softmax(torch.zeros_like(q), same)]
+            return [_masked_softmax(torch.zeros_like(q), same)]
         if self.temperature > 0:
-            return [_softmax(sign * q / self.temperature, same) for sign in (1, -1)]
+            return [_masked_softmax(sign * q / self.temperature, same) for sign in (1, -1)]
         good = same & (q > 0)
         good = torch.where(good.any(dim=1, keepdim=True), good, same)
-        return [_softmax(q, good), _softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
+        return [_masked_softmax(q, good), _masked_softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
 
     def _fit(self, r: Tensor, q: Tensor, weights: Tensor) -> Tensor:
         """Losses ``[R]`` of centred implicit rewards against centred q; ``weights`` ``[R, R]`` as of ``_weights``."""
@@ -92,7 +92,7 @@ class CRD(ForwardProcessObjective):
         return (implicit - target) ** 2
 
 
-def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+def _masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
     """Softmax of ``scores`` ``[R]`` over the allowed columns of each row, of which there must be one: ``[R, R]``."""
     return torch.softmax(scores.expand_as(allowed).masked_fill(~allowed, -torch.inf), dim=1)
 

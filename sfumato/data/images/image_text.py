@@ -23,7 +23,7 @@ from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VERSION, VIDEO_ENDINGS, File
-from sfumato.data.media.pictures import ANIMATION_ENDINGS, Picture, check_fit, fitted, framing_of, read_image
+from sfumato.data.media.pictures import ANIMATION_ENDINGS, Picture, check_fit, fit_image, framing_of, read_image
 from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs
 from sfumato.errors import DataError
 
@@ -362,7 +362,7 @@ class ImageTextDataset:
         return "file_name" if is_image_folder else key  # the column name of Hugging Face's folders
 
     def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
-        return fitted(image, *size, self.config.crop)
+        return fit_image(image, *size, self.config.crop)
 
     def _fit_video(self, frames: list[Image.Image], where: str) -> tuple[torch.Tensor, torch.Tensor]:
         """``Picture.pixels`` and ``framing`` of the frames of a video. Raises DataError as ``check_fit``."""

@@ -256,7 +256,7 @@ class ChatTemplate:
         """
         input_ids, starts, ends = tokens
         assert starts is not None and ends is not None  # ``encoder`` gives offsets
-        begins = _begins(starts, ends)
+        begins = _token_begins(starts, ends)
         if not all(((ends[:-1] == start) & (starts[1:] == start)).any() for start, _ in spans):
             bounds = [0, *(start for start, _ in spans), len(text)]
             # A boundary of a prompt is not one of tokens: tokenise the pieces between the boundaries.
@@ -268,7 +268,7 @@ class ChatTemplate:
                 input_ids = parted_ids
                 begins = np.concatenate(
                     [
-                        first + _begins(*cast(tuple[np.ndarray, np.ndarray], part[1:]))
+                        first + _token_begins(*cast(tuple[np.ndarray, np.ndarray], part[1:]))
                         for first, part in zip(bounds, parts, strict=False)
                     ]
                 )
@@ -345,7 +345,7 @@ class _Chat:
         by_answer = dict(zip(answers, blocks, strict=True)) if len(blocks) == len(answers) else None
         for index in trained:
             answer_blocks = blocks if by_answer is None else [by_answer[index]]
-            if find_problem(self.messages[index], _opened(text, answer_blocks)) is not None:
+            if find_problem(self.messages[index], _restore_blocks(text, answer_blocks)) is not None:
                 return [self._marked_answer(index) for index in trained]
         if len(trained) < len(answers):
             if by_answer is None:  # which block belongs to which message could not be told
@@ -364,7 +364,7 @@ class _Chat:
         text, blocks = self._render_checked(lambda: self.render_marked(index + 1), index + 1)
         num_before = len(self._render_checked(lambda: self.render_marked(index), index)[1]) if index else 0
         answer_blocks = blocks[num_before:]
-        problem = find_problem(self.messages[index], _opened(text, answer_blocks))
+        problem = find_problem(self.messages[index], _restore_blocks(text, answer_blocks))
         if problem is not None:
             raise self._error(index, problem)
         return text, answer_blocks, index + 1
@@ -549,7 +549,7 @@ def _check_syntax(text: str, name: str) -> None:
         raise ConfigError(f"data.chat_template: {name} is not valid Jinja: line {error.lineno}: {error}") from error
 
 
-def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _token_begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """The character at which each token begins, counting the space in front of a word to its token.
 
     Some tokenizers leave that space out of the offsets: a token then begins where the one before it ends.
@@ -557,6 +557,6 @@ def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
 
 
-def _opened(text: str, blocks: Sequence[Span]) -> str:
+def _restore_blocks(text: str, blocks: Sequence[Span]) -> str:
     """The text in generation blocks, with the tag in front of the first that begins the answer."""
     return opening_of(text[: blocks[0][0]]) + join_blocks(text, blocks) if blocks else ""

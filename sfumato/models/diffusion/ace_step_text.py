@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.models.diffusion.latents import embed_one_by_one, padded
+from sfumato.models.diffusion.latents import embed_one_by_one, pad_embeds
 from sfumato.models.diffusion.waveform_latents import WaveformLatents
 
 LANGUAGE_HEADING = re.compile(r"^# Languages?[ \t\r]*$", re.MULTILINE)
@@ -43,7 +43,9 @@ class ACEStepText(WaveformLatents):
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is 1 more than
         ``max_sequence_length``, for the timbre."""
-        return embed_one_by_one(prompts, lambda prompt: padded(self._embed_one(prompt), self.max_sequence_length + 1))
+        return embed_one_by_one(
+            prompts, lambda prompt: pad_embeds(self._embed_one(prompt), self.max_sequence_length + 1)
+        )
 
     def _arguments(self, prompt: str) -> Keywords:
         """What the pipeline is called with for a prompt."""

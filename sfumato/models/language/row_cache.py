@@ -39,8 +39,8 @@ def cache_argument(arguments: Container[str]) -> str | None:
 
 def register_row_attention() -> str:
     """Makes the attention known to transformers. Returns its name."""
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
+    AttentionInterface.register(ATTENTION, _row_attention)
+    AttentionMaskInterface.register(ATTENTION, _row_mask)
     return ATTENTION
 
 
@@ -111,8 +111,8 @@ class RowCache(Cache):
         return self._row_layers[layer_idx].update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """The positions ``[n, q]`` instead of transformers' number: they differ by row, and ``_mask`` gets what this
-        returns."""
+        """The positions ``[n, q]`` instead of transformers' number: they differ by row, and ``_row_mask`` gets what
+        this returns."""
         return self.positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -157,7 +157,7 @@ class _RowLayer(CacheLayerMixin):
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``RowCache.resize``."""
         if self.keys is not None:
-            self.keys, self.values = (_resized(tensor, num_rows, num_columns) for tensor in self._tensors())
+            self.keys, self.values = (_resize_rows(tensor, num_rows, num_columns) for tensor in self._tensors())
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
         """See ``RowCache.copy``."""
@@ -193,7 +193,7 @@ class _RowLayer(CacheLayerMixin):
         return -1
 
 
-def _resized(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
+def _resize_rows(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """A copy of ``[R, H, columns, D]`` with other numbers of rows and columns; new ones are zeros."""
     resized = tensor.new_zeros(num_rows, tensor.shape[1], num_columns, tensor.shape[3])
     overlap = tensor[:num_rows, :, :num_columns]
@@ -201,7 +201,7 @@ def _resized(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
     return resized
 
 
-def _mask(
+def _row_mask(
     *,
     q_length: int,
     kv_length: int,
@@ -235,7 +235,7 @@ def _mask(
     return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf)
 
 
-def _attention(
+def _row_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -96,7 +96,7 @@ def lay_out(plain: PreTrainedModel) -> ExportLayout | None:
         parts: dict[str, Tensor] = {}
         for group in dict.fromkeys(groups.values()):
             parts |= revert_weight_conversion(plain, {name: state[name] for name in group})
-        if _described(parts) == _described(whole):
+        if _shapes_and_dtypes(parts) == _shapes_and_dtypes(whole):
             # parts of one weight would count with the size of all of it
             apart = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in whole.items()
@@ -111,7 +111,7 @@ def _block_of(name: str) -> str:
     return match.group() if match else name
 
 
-def _described(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _shapes_and_dtypes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 

@@ -25,7 +25,7 @@ from sfumato.config.trust import load_pretrained
 from sfumato.data.media.image_answers import CODE, ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.language.vision_load import read_image_processor
-from sfumato.models.omni.image_tokenizer import digest_weights, resized
+from sfumato.models.omni.image_tokenizer import digest_weights, resize_image
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ class OwnCodes(ABC):
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
         """The codes of an image that is drawn, row by row; an image of another size is resized."""
-        image = resized(image, self.width, self.height)
+        image = resize_image(image, self.width, self.height)
         return self._encode_pixels(self._pixels(image, **self.unscaled))[None].flatten().tolist()
 
     def _pixels(self, image: Image.Image, **options: Any) -> Tensor:

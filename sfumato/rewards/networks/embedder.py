@@ -26,7 +26,7 @@ from sfumato.rewards.networks.folder import (
     load_tokenizer,
     loader_of,
 )
-from sfumato.rewards.networks.pixel_preparation import normalise, prepare_like
+from sfumato.rewards.networks.pixel_preparation import normalise_pixels, prepare_like
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -129,7 +129,7 @@ def fit_pixels_whole(pixels: torch.Tensor, size: int) -> torch.Tensor:
         pixels = torch.nn.functional.interpolate(pixels[None], **target)[0]
     rows, columns = (size - side for side in pixels.shape[1:])
     pixels = torch.nn.functional.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    return normalise(pixels[None], PIXEL_MEAN, PIXEL_STD)[0]
+    return normalise_pixels(pixels[None], PIXEL_MEAN, PIXEL_STD)[0]
 
 
 load_embedder = loader_of(Embedder)

@@ -24,7 +24,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import MissingDependencyError
 from sfumato.rollout.agents.recorded_calls import PolicyReply, RefusedCallError, Session
 from sfumato.serving.bounded_json import load_json
-from sfumato.serving.connections import trust, uvicorn_config
+from sfumato.serving.connections import trust_connection, uvicorn_config
 from sfumato.serving.requests import RefusedRequestError, RequestGuard, check_media_type, read_body
 
 if TYPE_CHECKING:
@@ -203,7 +203,7 @@ class Endpoint:
         session = self._sessions.get(key)
         if session is None:
             raise RefusedCallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
-        trust(request.scope)
+        trust_connection(request.scope)
         return session
 
 
@@ -310,7 +310,7 @@ async def _wait_for_end(request: Request) -> None:
         pass
 
 
-def _usage(reply: PolicyReply) -> dict[str, int]:
+def _count_usage(reply: PolicyReply) -> dict[str, int]:
     """Numbers of tokens, as the protocol names them."""
     num_drawn = len(reply.token_ids)
     total = reply.num_prompt_tokens + num_drawn
@@ -325,7 +325,7 @@ def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, object]:
         "object": kind,
         "created": int(time.time()),
         "model": MODEL,
-        "usage": _usage(reply),
+        "usage": _count_usage(reply),
     }
 
 

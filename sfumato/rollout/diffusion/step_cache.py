@@ -48,7 +48,7 @@ class StepCache:
                 f"{model.pipeline_class}; it fits the transformers of Stable Diffusion 3, FLUX, Qwen-Image, and Wan "
                 "with one transformer: set it to 0"
             )
-        if not (blocks := self._blocks()) or not all(_registered(type(block)) for block in blocks):
+        if not (blocks := self._blocks()) or not all(_block_metadata(type(block)) for block in blocks):
             raise ConfigError(
                 "eval.step_cache: diffusers' MagCache cannot reach the blocks behind train.data_parallel_mode fsdp1: "
                 "set it to 0, or take fsdp2 or ddp"
@@ -137,7 +137,7 @@ class StepCache:
                     vars(module).update({"forward": forwards[module]} if module in forwards else {})
 
 
-def _registered(cls: type[nn.Module]) -> Any:
+def _block_metadata(cls: type[nn.Module]) -> Any:
     """diffusers' ``TransformerBlockMetadata`` of a class of blocks or of a base of it; None where it has none."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
@@ -153,5 +153,5 @@ def _register(cls: type[nn.Module]) -> None:
     """Registers a class of blocks that fsdp2 has derived, with the metadata of the class that it derives from."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
-    if (metadata := _registered(cls))._cls is not cls:
+    if (metadata := _block_metadata(cls))._cls is not cls:
         TransformerBlockRegistry.register(cls, replace(metadata))

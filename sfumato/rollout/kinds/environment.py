@@ -14,7 +14,7 @@ from sfumato.config.user_functions import import_function
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
-from sfumato.rollout.agents.tools import cut
+from sfumato.rollout.agents.tools import cut_text
 from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
@@ -222,7 +222,7 @@ class _Play:
         """The observation, cut to ``max_output_chars``. Raises _EnvironmentError when it is no text."""
         if not isinstance(observation, str) or not observation:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
-        return cut(observation, self.kind.max_output_chars)
+        return cut_text(observation, self.kind.max_output_chars)
 
     async def _call(self, function: Callable[..., object], *args: object, **named: object) -> object:
         """Calls the user's code, with the timeout. Its errors become _EnvironmentError, but for UserError."""

@@ -31,14 +31,14 @@ from sfumato.models.language.parts import refuse_other_tokens
 from sfumato.models.language.probe import probe
 from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.shared_prompts import can_share_prompts
-from sfumato.models.language.tolerance import coarsest
+from sfumato.models.language.tolerance import coarsest_dtype
 from sfumato.models.policies import Policies
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import EvalStats, SampleRequest
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.policy_engine import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.kinds.base import DrawnText, LengthLimits, SampleKeys
@@ -225,7 +225,7 @@ class TextGenerator:
         """As ``rescore``, with what rounding to the coarser precision of engine and policy does to the model."""
         engine_dtype: torch.dtype = getattr(torch, getattr(self.config.rollout.engine, "dtype", "bfloat16"))
         dtypes = (engine_dtype, model.plain.dtype, model.autocast_dtype or torch.float32)
-        with model.whole_output(), rounding_noise(model.module, coarsest(dtypes)):  # logits are rounded, too
+        with model.whole_output(), rounding_noise(model.module, coarsest_dtype(dtypes)):  # logits are rounded, too
             return self.rescore(model, tokens)
 
     def draw_tokens(self, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -238,7 +238,7 @@ class TextGenerator:
             GenerationRequest(beginning, seed, length - len(beginning)) for seed, beginning in enumerate(shortened)
         ]
         served = self.served
-        completions = self._with_restarts(lambda: complete(served, requests, Sampling()))
+        completions = self._with_restarts(lambda: complete_requests(served, requests, Sampling()))
         tokens = torch.tensor(
             [[*beginning, *drawn.token_ids] for beginning, drawn in zip(shortened, completions, strict=True)]
         )
@@ -555,7 +555,7 @@ def adopt_template(template: PromptTemplate) -> None:
     facts_of(template.tokenizer).answer_end = template.answer_end
 
 
-def summed(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
+def sum_over_ranks(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that sums a small tensor over data-parallel ranks, in the order of ranks."""
 
     def reduce(values: torch.Tensor) -> torch.Tensor:

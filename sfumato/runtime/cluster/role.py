@@ -24,7 +24,7 @@ from sfumato.runtime.cluster.process import (
 from sfumato.runtime.cluster.worker import build_state, confirm_arrival, identify, open_store
 from sfumato.runtime.roles import OTHER, close_engine
 from sfumato.tracking.shared_folder import Token
-from sfumato.tracking.source_code import CODE, describe_difference, versions
+from sfumato.tracking.source_code import CODE, describe_difference, package_versions
 
 if TYPE_CHECKING:
     from sfumato.runtime.cluster.process import Shipped
@@ -251,7 +251,7 @@ class RayRole:
             token.close()
             if problem:
                 self.fail(ConfigError(problem))
-        driver_versions = versions("ray")
+        driver_versions = package_versions("ray")
         for part in identifying.parts:
             part.process.identity = part.value
             where = f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has"
@@ -311,7 +311,7 @@ class RayRole:
         packed: dict[int, Arguments] = {}
         for rank, rank_args in args.items():
             if id(rank_args) not in packed:
-                arguments = _arguments(rank_args)
+                arguments = _pack_arguments(rank_args)
                 # ``arrive`` needs the values on its machine, not as arguments.
                 packed[id(rank_args)] = Arguments(pack(()), arguments.handles) if future.prefetches else arguments
             arguments = packed[id(rank_args)]
@@ -458,7 +458,7 @@ class RayPool(RayRole):
         super()._send_part(future, part)
 
 
-def _arguments(args: tuple[object, ...]) -> Arguments:
+def _pack_arguments(args: tuple[object, ...]) -> Arguments:
     """Packs arguments, with numbers in place of the handles among them."""
     handles: list[RayHandle] = []
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
 from sfumato.tracking.lock import process_birth
-from sfumato.tracking.source_code import versions
+from sfumato.tracking.source_code import package_versions
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -301,11 +301,11 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
     stderr = os.readlink("/proc/self/fd/2")
     folder = None
     if token is not None:
-        from sfumato.tracking.shared_folder import answer
+        from sfumato.tracking.shared_folder import answer_token
 
-        folder = answer(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
+        folder = answer_token(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
     born = process_birth(os.getpid())
-    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions("ray"), folder)
+    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, package_versions("ray"), folder)
 
 
 def confirm_arrival(worker: RoleWorker) -> None:

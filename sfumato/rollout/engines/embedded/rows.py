@@ -111,7 +111,7 @@ class CachedRows:
                 row_of[key] = row
             self._ahead[row] = 0
         prefixes = [(tokens, row) for (tokens, _), row in row_of.items()]
-        for part in _parts(prefixes, self._max_tokens):
+        for part in _parts_of_similar_length(prefixes, self._max_tokens):
             self._compute(part, [images[row - first_row] for _, row in part])
         lengths = {row: len(tokens) for tokens, row in prefixes}
         pairs = [(source, target) for source, targets in copies.items() for target in targets]
@@ -392,7 +392,9 @@ class RecomputedRows:
         self._media.clear()
 
 
-def _parts(texts: list[tuple[tuple[int, ...], int]], max_tokens: int) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+def _parts_of_similar_length(
+    texts: list[tuple[tuple[int, ...], int]], max_tokens: int
+) -> Iterator[list[tuple[tuple[int, ...], int]]]:
     """Divides sequences, given as (token ids, row), into parts of about one length that share a forward pass."""
     ordered = sorted(texts, key=lambda text: (-len(text[0]), text[1]))
     while ordered:

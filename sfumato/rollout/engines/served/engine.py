@@ -100,7 +100,7 @@ class ServedEngine(ABC):
             # such as a full queue or a time limit of the server's own: asked again at once it would be so for ever
             raise EngineError(f"{self.name} ended a completion that nobody asked it to end: look at its log and limits")
         reason: FinishReason = drawn.finish_reason  # type: ignore[assignment]
-        versions = [_number(label) for label, count in drawn.versions for _ in range(count)]
+        versions = [_version_number(label) for label, count in drawn.versions for _ in range(count)]
         lengths = {len(drawn.token_ids), len(drawn.log_probs), len(versions)}
         if len(lengths) > 1 or len(versions) > request.max_new_tokens:
             raise EngineError(
@@ -320,7 +320,7 @@ class ServedEngine(ABC):
             raise ConfigError(f"seed {request.seed} is not from 0 to 2^63 - 1")
 
 
-def _number(label: str) -> int:
+def _version_number(label: str) -> int:
     """The version that a label stands for. A server calls the weights of the model's own files ``default``."""
     if label == "default":
         return INITIAL

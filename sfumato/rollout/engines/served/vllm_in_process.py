@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.engine import DrawnTokens
-from sfumato.rollout.engines.served.environment import inside
+from sfumato.rollout.engines.served.environment import replace_environment
 from sfumato.rollout.engines.served.server_folder import ServerFolder
 from sfumato.rollout.engines.served.server_process import OwnerProcess
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
@@ -112,7 +112,7 @@ class InProcessCalls:
         LOGGER.info("starting %s in this environment", self.name)
         started = time.monotonic()
         temporary = self._folder.temporary_variables(self._environment)
-        with inside({**self._environment, **temporary, "VLLM_RPC_BASE_PATH": temporary["TMPDIR"]}):
+        with replace_environment({**self._environment, **temporary, "VLLM_RPC_BASE_PATH": temporary["TMPDIR"]}):
             self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         LOGGER.info("%s is ready after %.0f s", self.name, time.monotonic() - started)
         self.max_length = int(self._llm.model_config.max_model_len)
