@@ -12,15 +12,24 @@ FLOW_GRPO = {"images", "prompts", "metadata"}
 """Parameters of a reward function of flow_grpo, which gets a batch and returns values and details."""
 TRL = {"completions", "completion_ids"}
 """Parameters of a reward function of TRL, which gets columns of a batch by their names."""
-VERL = {"solution_str", "ground_truth"}
-"""Parameters of a reward function of verl, which gets one answer, and returns a number or a dictionary with it."""
+VERL = {
+    "data_source": 'row.get("data_source")',
+    "solution_str": "sample.text",
+    "predict_str": "sample.text",
+    "model_output": "sample.text",
+    "ground_truth": 'row.get("answer")',
+    "extra_info": 'row.get("extra_info")',
+}
+"""Parameters of a reward function of verl, which gets one answer, and returns a number or a dictionary with it, and
+what each is given. Those of its own scores have some of them, in another order."""
 
 WRAPPERS = {
     "flow_grpo": """\
 import numpy
 
-def score(samples):  # uint8 [B, H, W, 3]; a function that takes tensors gets torch.from_numpy of it
-    images = numpy.stack([sample.image for sample in samples])
+def score(samples):
+    images = numpy.stack([sample.image for sample in samples])  # uint8 [B, H, W, 3]
+    # for a function of tensors: images = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
     values = {name}(images, [sample.prompt for sample in samples], [sample.metadata for sample in samples])
     return values[0] if isinstance(values, tuple) else values""",
     "TRL": """\
@@ -33,7 +42,7 @@ def score(samples):
     "verl": """\
 def score(sample):  # rows of data.data_type verl; of others the columns have their own names
     row = sample.metadata
-    value = {name}(row.get("data_source"), sample.text, row.get("answer"), row.get("extra_info"))
+    value = {name}({arguments})
     return value["score"] if isinstance(value, dict) else value""",
 }
 """What calls a function of others, by whose it is."""
@@ -66,10 +75,18 @@ def check_signature(function: Callable[..., object], path: str, groupwise: bool)
     place = place_of(function)
     where = path if place is None else f"{path} ({place[0]}:{place[1]})"
     is_of_trl = bool({*names} & TRL) and "prompt" not in names  # AReaL's get one prompt
-    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if is_of_trl else "verl" if {*names} >= VERL else ""
+    is_of_verl = "ground_truth" in names and any(VERL.get(name) == "sample.text" for name in names)
+    whose = "flow_grpo" if {*names} >= FLOW_GRPO else "TRL" if is_of_trl else "verl" if is_of_verl else ""
+    needs_ids = getattr(signature.parameters.get("completion_ids"), "default", None) is inspect.Parameter.empty
+    if whose == "TRL" and needs_ids:
+        raise ConfigError(
+            f"{where} is a function of TRL that takes token ids, which rewards do not see: write it for a Sample, with "
+            "sample.text and sample.num_tokens, or take the reward length or overlong"
+        )
     if whose:
         name = path.rpartition(":")[2]
-        wrapper = WRAPPERS[whose].format(name=name)
+        arguments = ", ".join(f"{parameter}={VERL[parameter]}" for parameter in names if parameter in VERL)
+        wrapper = WRAPPERS[whose].format(name=name, arguments=arguments)
         if inspect.iscoroutinefunction(function):
             wrapper = wrapper.replace("def score(", "async def score(").replace(f" {name}(", f" await {name}(")
         raise ConfigError(

@@ -32,6 +32,7 @@ _NUMBER = re.compile(
     r"(?:\s*\(?(?:/|out\s+of)\s*(\d+(?:\.\d+)?))?",
     re.IGNORECASE,
 )
+_CUT_OFF = ("length", "max_tokens", "model_length")  # of OpenAI's protocol, of gateways to other ones, of Mistral
 _BROKEN_OFF = ("abort", "error")  # what vLLM, SGLang and gateways say of half a reply
 _COLON = "[:\uff1a]"
 _ANSWER = re.compile(rf"<answer>|\banswer{_DECORATION}{_COLON}", re.IGNORECASE)
@@ -53,7 +54,7 @@ def final_text(reply: ChatReply) -> str:
     """
     if reply.refusal or reply.finish_reason == "content_filter":
         raise UnreadableError("the judge refused")
-    if reply.finish_reason == "length":
+    if reply.finish_reason.lower() in _CUT_OFF:
         raise UnreadableError("the reply was cut off at max_tokens")
     if reply.finish_reason in _BROKEN_OFF:
         raise UnreadableError(f"the reply broke off ({reply.finish_reason})")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from sfumato.errors import ConfigError, UserError
+from sfumato.errors import ConfigError, MissingDependencyError, UserError
 
 if TYPE_CHECKING:
     from sfumato.tracking.alerts import Alert
@@ -47,11 +47,20 @@ class TensorBoardTracker:
         purge_step: the first step that will be logged again, that is the resumed step + 1. TensorBoard then hides
             what an earlier process logged from this step on, so that a resumed run shows no doubled curves.
             None for a fresh run.
+
+    Raises:
+        MissingDependencyError: its package does not fit another one, such as protobuf.
     """
 
     def __init__(self, folder: Path, purge_step: int | None = None) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-        from torch.utils.tensorboard import SummaryWriter
+        try:
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+            from torch.utils.tensorboard import SummaryWriter
+        except Exception as error:  # protobuf has errors of its own for an older version than the files want
+            raise MissingDependencyError(
+                f"train.trackers: tensorboard cannot be imported ({type(error).__name__}: {error}): pip install -U "
+                "tensorboard protobuf, or take it off the list"
+            ) from error
 
         self._summary = Summary
         self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)

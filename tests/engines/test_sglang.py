@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -181,4 +182,20 @@ def test_a_server_that_fails_is_noticed(served):
         drawn(engine, requests_of(1))
     engine.close()
     with pytest.raises(EngineError, match="is closed"):
+        drawn(engine, requests_of(1))
+
+
+def test_an_answer_that_cannot_be_is_an_error(served, monkeypatch):
+    engine, scheduler = served()
+
+    def draw_and_abort(*_):
+        scheduler.num_aborts += 1
+        return 5, -1.0
+
+    for answer in ((5, math.nan), (5, 0.5), (-1, -1.0)):
+        monkeypatch.setattr(scheduler, "draw", lambda *_, answer=answer: answer)
+        with pytest.raises(EngineError, match="tokens or log-probs that cannot be"):
+            drawn(engine, requests_of(1))
+    monkeypatch.setattr(scheduler, "draw", draw_and_abort)
+    with pytest.raises(EngineError, match="that nobody asked it to end"):
         drawn(engine, requests_of(1))

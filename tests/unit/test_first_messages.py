@@ -28,13 +28,24 @@ PICTURES = [Sample(prompt="p", group_id=0, image=np.full((2, 3, 3), value, np.ui
 SOURCE = """
 import functools
 
+import torch
+
 
 def flow(images, prompts, metadata):
     return [float(image.mean()) for image in images], {}
 
 
+def flow_tensors(images, prompts, metadata):
+    images = (images * 255).round().clamp(0, 255).to(torch.uint8).cpu().numpy().transpose(0, 2, 3, 1)
+    return [float(image.mean()) + image.shape[-1] for image in images], {}
+
+
 def trl(prompts, completions, answer, **kwargs):
     return [float(len(text)) for text in completions]
+
+
+def trl_ids(completion_ids, answer, **kwargs):
+    return [float(len(ids)) for ids in completion_ids]
 
 
 def only_values(images, prompts, metadata):
@@ -43,6 +54,15 @@ def only_values(images, prompts, metadata):
 
 def verl(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": len(solution_str) + float(ground_truth)}
+
+
+def verl_score(solution_str, ground_truth, method="strict"):
+    assert method == "strict"
+    return len(solution_str) + float(ground_truth)
+
+
+def verl_geo3k(predict_str, ground_truth, use_boxed=True, format_score=0.1):
+    return len(predict_str) + float(ground_truth) if use_boxed is True else 0.0
 
 
 def factory():
@@ -89,9 +109,12 @@ def source(tmp_path):
     [
         ("flow", PICTURES, [10.0, 20.0]),
         ("only_values", PICTURES, [10.0, 20.0]),
+        ("flow_tensors", PICTURES, [13.0, 23.0]),
         ("trl", TEXTS, [1.0, 2.0]),
         ("verl", TEXTS, [5.0, 6.0]),
         ("verl_async", TEXTS, [5.0, 6.0]),
+        ("verl_score", TEXTS, [5.0, 6.0]),
+        ("verl_geo3k", TEXTS, [5.0, 6.0]),
     ],
 )
 def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, tmp_path, name, samples, values):
@@ -99,6 +122,8 @@ def test_the_lines_that_the_refusal_of_anothers_function_gives_call_it(source, t
         FunctionReward(path=f"{source}:{name}").prepare()
     assert f"{source}:{SOURCE[: SOURCE.index(f'def {name}(')].count(chr(10)) + 1}" in str(error.value)
     lines = str(error.value).partition("\n")[2]
+    if name == "flow_tensors":
+        lines = lines.replace("# for a function of tensors: ", "")
     mended = tmp_path / "mended.py"
     mended.write_text(f"{SOURCE}\n\n{lines}\n")
     reward = FunctionReward(path=f"{mended}:score", groupwise="groupwise: true" in str(error.value), process=False)
@@ -111,6 +136,8 @@ def test_a_function_that_cannot_be_called_with_a_sample_is_refused(source):
         FunctionReward(path=f"{source}:factory").prepare()
     with pytest.raises(ConfigError, match=r"must take one argument, a Sample, and is areal\(prompt, "):
         FunctionReward(path=f"{source}:areal").prepare()
+    with pytest.raises(ConfigError, match="takes token ids, which rewards do not see"):
+        FunctionReward(path=f"{source}:trl_ids").prepare()
     with pytest.raises(ConfigError, match="no async function"):
         FunctionReward(path=f"{source}:one", concurrency=2).prepare()
     for name in ("one", "with_default", "wrapped"):

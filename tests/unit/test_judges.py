@@ -323,9 +323,13 @@ def test_a_reply_that_ends_within_its_thoughts_does_not_count(text):
         final_text(ChatReply(text, "", "stop", ()))
 
 
-@pytest.mark.parametrize("reason", ["abort", "error"])
-def test_half_a_reply_does_not_count(reason):
-    with pytest.raises(UnreadableError, match=f"broke off \\({reason}\\)"):
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [("abort", r"broke off \(abort\)"), ("error", r"broke off \(error\)"), ("MAX_TOKENS", "cut off at max_tokens")]
+    + [(reason, "cut off at max_tokens") for reason in ("length", "model_length")],
+)
+def test_half_a_reply_does_not_count(reason, message):
+    with pytest.raises(UnreadableError, match=message):
         final_text(ChatReply("Score: 1", "", reason, ()))
 
 

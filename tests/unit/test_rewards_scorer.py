@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.errors import ConfigError
-from sfumato.rewards.base import Reward, Sample
+from sfumato.errors import ConfigError, RewardError
+from sfumato.rewards.base import Failure, Reward, Sample
 from sfumato.rewards.pixels import Brightness, JpegIncompressibility
 from sfumato.rewards.scoring.scorer import Scorer
 
@@ -145,3 +145,18 @@ def test_a_reward_that_takes_videos_sees_them_whole():
         RankInGroup().check_video()
     with pytest.raises(ConfigError, match="frame_step of reward 'brightness' must be at least 1, not 0"):
         Brightness(frame_step=0)
+
+
+def test_errors_that_are_of_one_sample_each_are_told_in_part():
+    @dataclass(frozen=True, kw_only=True)
+    class QuotesTheSample(Reward):
+        def score(self, samples):
+            return [Failure(f"cannot read {max(int(sample.image.max()), 4)}") for sample in samples]
+
+    scores = Scorer([QuotesTheSample(), QuotesTheSample(name="other")]).score(samples_of(list(range(20))))
+    told = [failure for failure in scores.failures if failure.startswith("other: ")]
+    assert len(told) == 9 and len(scores.failures) == 18
+    assert told[0] == "other: cannot read 4 (5 of 20 samples)"
+    assert told[-1] == "other: 8 other reasons (8 of 20 samples)"
+    with pytest.raises(RewardError, match="QuotesTheSample: 8 other reasons"):
+        Scorer([QuotesTheSample()]).check_budget(scores)

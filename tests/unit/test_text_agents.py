@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -54,14 +55,15 @@ async def async_agent(prompt, base_url, api_key, model):
     return await CALLS["do"](prompt)
 
 
-def draw(do, script, path="agent", limits=LIMITS, chat="hermes", number=0, engine=None, **fields):
+def draw(do, script, path="agent", limits=LIMITS, chat="hermes", number=0, engine=None, stop=(), **fields):
     CALLS["do"] = do
     kind = Agent(path=f"{__name__}:{path}", **fields)
     template = build_prompt_template(TextPromptDataConfig(synthetic={}, chat_template=chat), TOKENIZER)
     kind.prepare(template)
     prompt = TextPrompt((5,), "What is 1+1?", None, {"answer": "2"}, "row")
     engine = engine or ScriptedEngine(TOKENIZER, script)
-    drawn = asyncio.run(kind.draw(engine, prompt, SampleKeys(0, 0, number), SAMPLING, template, limits))
+    sampling = replace(SAMPLING, stop=stop)
+    drawn = asyncio.run(kind.draw(engine, prompt, SampleKeys(0, 0, number), sampling, template, limits))
     return drawn, drawn.sample(prompt, 0), engine
 
 
@@ -225,7 +227,7 @@ def test_streams_log_probs_and_models():
 
 WRONG = [
     ({"messages": [user("a")], "n": 2}, 400, "n 2 is not offered"),
-    ({"messages": [user("a")], "stop": ["x"]}, 400, "stop ['x'] is not offered"),
+    ({"messages": [user("a")], "stop": ["x"]}, 400, "list its texts in rollout.stop"),
     ({"messages": [user("a")], "response_format": {"type": "json_object"}}, 400, "response_format"),
     ({"messages": [user("a")], "repetition_penalty": 1.2}, 400, "repetition_penalty 1.2 is not offered"),
     ({"messages": [user("a")], "functions": [{"name": "add"}]}, 400, "functions"),
@@ -257,6 +259,13 @@ WRONG = [
     ({"messages": [], "stream": True, "stream_options": "text"}, 400, "stream_options must be an object"),
     ({"messages": [], "stream": True, "stream_options": [1]}, 400, "stream_options must be an object"),
 ]
+
+
+def test_stop_texts_of_the_run_may_be_asked_for():
+    def do(ask, prompt):
+        return "".join(said(ask([user("a")], stop=stop))["content"] for stop in (["Result:", "x"], "x", []))
+
+    assert draw(do, [f"a{END}", f"b{END}", f"c{END}"], stop=("Result:", "x"))[0].text == "abc"
 
 
 def test_what_cannot_be_answered_is_said():

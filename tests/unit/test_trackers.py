@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 import time
+import types
 from contextlib import closing
 
 import numpy as np
@@ -196,6 +197,16 @@ def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_made(tmp_
     with pytest.raises(MissingDependencyError, match="pip install wandb"):
         build_trackers(["tensorboard", "wandb"], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_beside_a_package_that_does_not_fit_is_an_error_with_the_remedy(tmp_path, monkeypatch):
+    class Stale(types.ModuleType):
+        def __getattr__(self, name):
+            raise RuntimeError("protobuf 5.29.6 is older than 6.31.1")
+
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.summary_pb2", Stale("summary_pb2"))
+    with pytest.raises(MissingDependencyError, match=r"cannot be imported \(RuntimeError: .*older.*pip install -U"):
+        build_trackers(["tensorboard"], tmp_path)
 
 
 def test_values_that_are_none_are_left_out(tmp_path):

@@ -15,6 +15,9 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.rewards.base import Sample
 from sfumato.tracking.samples import SampleRecord
 
+MOST_REASONS = 8
+"""Reasons of a reward that messages tell, of a batch in which each sample may have one of its own."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
@@ -72,8 +75,19 @@ class Scores:
 
     @property
     def failures(self) -> list[str]:
-        """One message per reward and reason, with the number of samples."""
-        return [f"{reason} ({count} of {len(self.total)} samples)" for reason, count in self.failed.items()]
+        """One message per reward and reason, with the number of samples; of many reasons of a reward the commonest.
+
+        Errors that quote an answer, or an object's address, are a reason of their own for each sample.
+        """
+        by_label: dict[str, list[tuple[str, int]]] = {}
+        for reason, count in self.failed.most_common():
+            by_label.setdefault(reason.partition(": ")[0], []).append((reason, count))
+        shown: list[tuple[str, int]] = []
+        for label, reasons in by_label.items():
+            shown += reasons[:MOST_REASONS]
+            if others := [count for _, count in reasons[MOST_REASONS:]]:
+                shown.append((f"{label}: {len(others)} other reasons", sum(others)))
+        return [f"{reason} ({count} of {len(self.total)} samples)" for reason, count in shown]
 
     @property
     def messages(self) -> list[str]:

@@ -6,7 +6,7 @@
 
 Every route requires the key of a sample that is being drawn. The run's configuration says how tokens are drawn:
 temperature, top_p and seed of a request are ignored. Fields that would change the meaning of an answer and are not
-offered (n, stop, penalties, formats, options of the chat template) are refused.
+offered (n, penalties, formats, options of the chat template, stop texts that are not the run's) are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ BODY_S = 60.0
 NEUTRAL: dict[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
-    "stop": ([], ""),
     "logit_bias": ({},),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
@@ -262,6 +261,11 @@ async def _draw_answer(session: Session, body: JsonObject, is_chat: bool, reques
     max_new_tokens = next((limit for limit in limits if limit is not None), None)
     if max_new_tokens is not None and (type(max_new_tokens) is not int or not 1 <= max_new_tokens < 2**31):
         raise RefusedCallError(f"max_tokens must be a positive integer below 2^31, not {max_new_tokens!r:.100}")
+    stop = body.get("stop") or []
+    stop_texts = stop if isinstance(stop, list) else [stop]
+    if not all(text in session.sampling.stop for text in stop_texts):
+        refused = f"stop {stop!r:.100} is not offered for a single request: list its texts in rollout.stop"
+        raise RefusedCallError(refused, code="unsupported_value")
     if is_chat:
         messages = body.get("messages")
         tools = body.get("tools")

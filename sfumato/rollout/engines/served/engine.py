@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.shards import Shards, Spec
 from sfumato.rollout.engines.base import Completion, EngineError, FinishReason, GenerationRequest, Sampling
 from sfumato.rollout.engines.served.weight_files import WeightFiles
+
+ROUNDING = 0.01
+"""Log-probs below this, in nats, may be of a certain token."""
 
 INITIAL = 0
 """Version of the weights of the model's own files."""
@@ -76,6 +80,7 @@ class ServedEngine(ABC):
         self.on_loss: Callable[[EngineError], None] | None = None
         """Calls ``restart``, or raises what is to end the run, when processes are lost that take weights or score."""
         self._is_paused = self._is_closed = False
+        self._num_pauses = 0
         self._waits_for_weights = False
 
     @property
@@ -86,9 +91,14 @@ class ServedEngine(ABC):
     async def generate(self, request: GenerationRequest, sampling: Sampling) -> Completion:
         """See ``Engine``."""
         self._check(request, sampling)
+        num_pauses = self._num_pauses
+        was_paused = self._is_paused
         drawn = await self._generate(request, sampling)  # checked below: the answer comes from another program
         if drawn.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.name} ended a completion with {drawn.finish_reason!r}, which is not known")
+        if drawn.finish_reason == "abort" and num_pauses == self._num_pauses and not was_paused:
+            # such as a full queue or a time limit of the server's own: asked again at once it would be so for ever
+            raise EngineError(f"{self.name} ended a completion that nobody asked it to end: look at its log and limits")
         reason: FinishReason = drawn.finish_reason  # type: ignore[assignment]
         versions = [_version_number(label) for label, count in drawn.versions for _ in range(count)]
         lengths = {len(drawn.token_ids), len(drawn.log_probs), len(versions)}
@@ -97,12 +107,18 @@ class ServedEngine(ABC):
                 f"{self.name} gave {len(drawn.token_ids)} tokens, {len(drawn.log_probs)} log-probs and {len(versions)} "
                 f"versions of them, for at most {request.max_new_tokens} tokens"
             )
+        are_log_probs = all(math.isfinite(value) and value < ROUNDING for value in drawn.log_probs)
+        if not are_log_probs or min(drawn.token_ids, default=0) < 0 or (reason != "abort" and not drawn.token_ids):
+            raise EngineError(
+                f"{self.name} gave tokens or log-probs that cannot be: {drawn.token_ids[:20]}, {drawn.log_probs[:20]}"
+            )
         # A greedy token is certain, whatever distribution the server gives a log-prob of.
         log_probs = drawn.log_probs if sampling.temperature else [0.0] * len(drawn.token_ids)
         return Completion(drawn.token_ids, log_probs, versions, reason)
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """See ``Engine``."""
+        self._num_pauses += 1
         self._pause(mode)
         self._is_paused = True
         self._waits_for_weights = False
