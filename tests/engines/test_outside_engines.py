@@ -284,6 +284,31 @@ def test_a_server_whose_owner_is_killed_ends_and_starts_again_elsewhere(tmp_path
     wait_for_end(second)
 
 
+class Startable:
+    """In the place of a server's process: its first starts fail."""
+
+    def __init__(self, *errors):
+        self.errors, self.ports = list(errors), []
+
+    def start(self, is_ready, arguments, variables):
+        self.ports.append(int(arguments[1]))
+        if self.errors:
+            raise EngineError(f"the server ended with code 1; the last lines of its log:\n  {self.errors.pop()}")
+
+
+def test_a_server_whose_port_another_program_takes_is_started_at_another_one():
+    taken = "OSError: [Errno 98] Address already in use"
+    process = Startable(taken, taken)
+    http = HttpServer("the server", "http://127.0.0.1:1", timeout_s=20, process=process)
+    http.start("/")
+    assert len(set(process.ports)) == 3 and http.target.base.port == process.ports[-1]
+    for errors, num_starts in (([taken] * 9, 3), (["out of memory"] * 9, 1)):
+        http.process = process = Startable(*errors)
+        with pytest.raises(EngineError, match="ended with code 1"):
+            http.start("/")
+        assert len(process.ports) == num_starts
+
+
 @pytest.mark.slow
 def test_a_server_that_does_not_start_says_why(tmp_path):
     with pytest.raises(ConfigError, match="/nowhere/python is not there"):

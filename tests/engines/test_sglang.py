@@ -142,9 +142,8 @@ def test_memory_is_given_away_and_weights_are_loaded_again(served, tmp_path):
     engine.apply(3)
     engine.restore()
     path, body = scheduler.seen[-1]
-    assert (
-        path == "/update_weights_from_disk" and body["weight_version"] == "3" and "version_000003" in body["model_path"]
-    )
+    assert path == "/update_weights_from_disk" and "version_000003" in body["model_path"]
+    assert body["weight_version"] == engine.files.label_of(3)
 
 
 def test_what_does_not_fit_is_refused(served, tmp_path):
@@ -177,9 +176,13 @@ def test_a_server_that_fails_is_noticed(served):
         drawn(engine, requests_of(1))
     scheduler.faults = {"no spans"}
     assert drawn(engine, requests_of(1))[0].versions == [0] * 6
-    scheduler.version = "somebody's"
-    with pytest.raises(EngineError, match='weights called "somebody\'s"'):
-        drawn(engine, requests_of(1))
+    for label in ("somebody's", "3", "00c0ffee-3"):
+        scheduler.version = label
+        engine.applied = None
+        assert drawn(engine, requests_of(1))[0].versions == [0] * 6, "an earlier run's, before this one's first"
+        engine.applied = engine.files.folder
+        with pytest.raises(EngineError, match=f"weights called .{label}.*give each run a server of its own"):
+            drawn(engine, requests_of(1))
     engine.close()
     with pytest.raises(EngineError, match="is closed"):
         drawn(engine, requests_of(1))

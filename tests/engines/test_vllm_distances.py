@@ -129,7 +129,11 @@ def leave_adapters_out(patch: pytest.MonkeyPatch) -> None:
 
 def keep_old_weights(patch: pytest.MonkeyPatch) -> None:
     """The engine labels tokens with the new version, and keeps the weights of the one before."""
-    patch.setattr(VllmEngine, "load_files", lambda engine, folder, version: engine.calls.set_version(version))
+
+    def label_alone(engine: VllmEngine, folder: Path, version: int) -> None:
+        engine.calls.set_version(engine.files.label_of(version))
+
+    patch.setattr(VllmEngine, "load_files", label_alone)
 
 
 FAULTS = {False: (swap_layers, keep_old_weights), True: (leave_adapters_out, keep_old_weights)}

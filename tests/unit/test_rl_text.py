@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from sfumato.config.text_recipes import TEXT_RECIPES
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.errors import ConfigError
+from sfumato.rollout.engines.vllm import VllmSettings
+from sfumato.rollout.text import policy
 from sfumato.rollout.text.packing import gather_token_values
 from sfumato.runtime.update import Update
 from sfumato.tracking.json_lines import read_jsonl
@@ -253,3 +256,21 @@ def test_adapters_are_trained_and_are_their_own_reference(tmp_path: Path) -> Non
 def test_what_does_not_fit_is_refused(settings: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, **settings))
+
+
+def test_an_engine_that_takes_too_few_tokens_is_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rollout = {"hybrid_engine": False, "engine": {"type": "vllm", "url": "http://127.0.0.1:1"}}
+    model = {"config_path": None, "tokenizer_path": None, "model_path": str(tmp_path)}
+    config = load_config(TextRLConfig, overrides=tiny_text_rl_config(tmp_path, rollout=rollout, model=model))
+    ended = []
+    built = SimpleNamespace(max_length=71, close=lambda: ended.append(True))
+    monkeypatch.setattr(VllmSettings, "build", lambda *_: built)
+    described = SimpleNamespace(can_be_served=True, vision=None, module=None)
+    monkeypatch.setattr(policy, "build_language_model", lambda *_, **__: described)
+    with pytest.raises(ConfigError, match=r"the engine takes 71 tokens, .* may have 72"):
+        policy.build_served(config)
+    assert ended
+    built.max_length = 72
+    assert policy.build_served(config) is built

@@ -115,7 +115,7 @@ class ServedSettings:
             model_path: folder of the model's own files.
         """
         dtype = DTYPES[self.dtype]
-        if self.weights_folder is not None:
-            return WeightFiles(template, dtype, own_folder(Path(self.weights_folder)), model_path)
+        weights_folder = folder / "weights" if self.weights_folder is None else Path(self.weights_folder)
         # A server at url may be on another machine, or belong to somebody else: it sees folders alone.
-        return WeightFiles(template, dtype, own_folder(folder / "weights"), model_path, in_memory=not self.url)
+        in_memory = self.weights_folder is None and not self.url
+        return WeightFiles(template, dtype, own_folder(weights_folder), model_path, in_memory, folder)

@@ -113,7 +113,8 @@ class SglangServer(ServedEngine):
     def load_files(self, folder: Path, version: int) -> None:
         """See ``ServedEngine``."""
         self._num_loads += 1
-        body = {"model_path": str(folder.absolute()), "weight_version": str(version), "flush_cache": True}
+        label = self.files.label_of(version)
+        body = {"model_path": str(folder.absolute()), "weight_version": label, "flush_cache": True}
         answer = self.http.ask("POST", "/update_weights_from_disk", body)
         if not answer.get("success"):
             raise EngineError(f"{self.name}: /update_weights_from_disk: {answer.get('message')}")

@@ -91,10 +91,10 @@ class VllmEngine(ServedEngine):
         if self.files.are_adapters:
             self.calls.load_adapter(str(folder.absolute()))
             self._has_adapter = True
-            self.calls.set_version(version)
+            self.calls.set_version(self.files.label_of(version))
         else:
             places = {"folder": str(folder.absolute()), "base": self.model_path, "version": str(version)}
-            self.calls.update_weights(places, version)
+            self.calls.update_weights(places, self.files.label_of(version))
 
     async def _generate(self, request: GenerationRequest, sampling: Sampling) -> DrawnTokens:
         features = None

@@ -498,7 +498,7 @@ def build_served(config: TextRLConfig) -> _EngineWithWeights:
     """The engine with weights of its own that ``rollout.engine`` names, started or connected to.
 
     Raises:
-        ConfigError: when it cannot run the model.
+        ConfigError: when it cannot run the model, or takes shorter sequences than the run has.
         RoleLostError: when it does not start.
     """
     # a model without memory: the engine takes from it which weights will be sent, with their names and shapes
@@ -511,11 +511,20 @@ def build_served(config: TextRLConfig) -> _EngineWithWeights:
         )
     media = {"reader": meta_model.vision.reader} if meta_model.vision is not None else {}
     try:
-        return config.rollout.engine.build(
+        served = config.rollout.engine.build(
             str(config.model.model_path), meta_model.module, Path(config.train.output_dir), **media
         )
     except EngineError as error:
         raise RoleLostError("engine", (), str(error)) from error
+    length = getattr(served, "max_length", None)  # an engine of the user's own need not say it
+    if length is not None and length < config.max_seq_len:
+        served.close()
+        raise ConfigError(
+            f"rollout.engine: the engine takes {length} tokens, and the longest prompt with its answer may have "
+            f"{config.max_seq_len} (data.max_prompt_tokens with rollout.max_new_tokens or eval.max_new_tokens): lower "
+            "these, or raise max_model_len, of a server at url the one that it was started with"
+        )
+    return served
 
 
 def beginnings_of(prompts: Sequence[TextPrompt], template: PromptTemplate) -> list[list[int]]:

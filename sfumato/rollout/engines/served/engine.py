@@ -100,7 +100,7 @@ class ServedEngine(ABC):
             # such as a full queue or a time limit of the server's own: asked again at once it would be so for ever
             raise EngineError(f"{self.name} ended a completion that nobody asked it to end: look at its log and limits")
         reason: FinishReason = drawn.finish_reason  # type: ignore[assignment]
-        versions = [_version_number(label) for label, count in drawn.versions for _ in range(count)]
+        versions = [self._version_of(label) for label, count in drawn.versions for _ in range(count)]
         lengths = {len(drawn.token_ids), len(drawn.log_probs), len(versions)}
         if len(lengths) > 1 or len(versions) > request.max_new_tokens:
             raise EngineError(
@@ -319,11 +319,17 @@ class ServedEngine(ABC):
         if not 0 <= request.seed < 2**63:
             raise ConfigError(f"seed {request.seed} is not from 0 to 2^63 - 1")
 
+    def _version_of(self, label: str) -> int:
+        """The version that a label stands for. A server calls the weights of the model's own files ``default``.
 
-def _version_number(label: str) -> int:
-    """The version that a label stands for. A server calls the weights of the model's own files ``default``."""
-    if label == "default":
-        return INITIAL
-    if not label.isdecimal():
-        raise EngineError(f"tokens were drawn by weights called {label!r}, which this run did not send")
-    return int(label)
+        One that runs already may hold an earlier run's, which draw the texts that the first version is verified by.
+        """
+        if label == "default" or self.applied is None:
+            return INITIAL
+        run, _, version = label.rpartition("-")
+        if run != self.files.run or not version.isdecimal():
+            raise EngineError(
+                f"{self.name} drew tokens by weights called {label!r}, which this run did not send: where another run "
+                "sends it weights, too, give each run a server of its own"
+            )
+        return int(version)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import secrets
 import ssl
 import threading
@@ -24,6 +25,8 @@ from sfumato.rollout.engines.served.server_process import ServerProcess, free_po
 from sfumato.serving.bounded_json import JSONLimitError, load_json
 from sfumato.serving.outgoing import AttemptError, BaseUrl, Limits, RefusedError, exchange, parse_base_url
 
+LOGGER = logging.getLogger(__name__)
+
 MAX_RESPONSE_BYTES = 256 * 2**20
 MAX_VALUES = 2**23
 """Values in the JSON of an answer, brackets and commas in texts included."""
@@ -36,6 +39,9 @@ SEEN_S = 3.0
 """Within which the end of a process is seen after its connections were closed."""
 
 LOOPBACK = "http://127.0.0.1"
+
+NUM_PORTS = 3
+"""Ports that a start tries: until a server listens, any connection of this machine may be given its port."""
 
 NOT_SENT = object()
 """Returned in place of an answer for a request that was dropped before it was sent."""
@@ -116,11 +122,18 @@ class HttpServer:
         """
         if self.process is None:
             raise ConfigError(f"{self.name} was not started by this run, so it cannot be started again: do it there")
-        port = free_port()
         api_key = secrets.token_hex(32) if key_variable else ""
-        self.move_to(f"{LOOPBACK}:{port}", api_key)
         variables = {key_variable: api_key} if key_variable else {}
-        self.process.start(lambda: self.answers(path, timeout_s), ["--port", str(port)], variables)
+        for num_ports in range(1, NUM_PORTS + 1):
+            port = free_port()
+            self.move_to(f"{LOOPBACK}:{port}", api_key)
+            try:
+                self.process.start(lambda: self.answers(path, timeout_s), ["--port", str(port)], variables)
+                return
+            except EngineError as error:
+                if num_ports == NUM_PORTS or "address already in use" not in str(error).lower():
+                    raise
+                LOGGER.warning("%s: another program took a port meanwhile: it is started at another one", self.name)
 
     def ask(
         self,

@@ -26,8 +26,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-GRACE_S = 10.0
-"""Seconds that a server has to end by itself after SIGTERM."""
+GRACE_S = 3.0
+"""Seconds that a server has to end by itself after SIGTERM. One that draws does not: vLLM ends its engine first, and
+then waits for answers that do not come."""
 
 TRACKER_S = 5.0
 """Seconds that Python's resource trackers have, once all others were killed, to remove what these have left."""

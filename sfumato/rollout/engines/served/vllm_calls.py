@@ -91,12 +91,12 @@ class VllmCalls(Protocol):
         """Drops keys and values, those of open requests too."""
         ...
 
-    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
-        """Loads weights in the phases of the weight transfer interface."""
+    def update_weights(self, update_info: Mapping[str, object], label: str) -> None:
+        """Loads weights in the phases of the weight transfer interface. ``label``: of the tokens that they draw."""
         ...
 
-    def set_version(self, version: int) -> None:
-        """Labels tokens that are drawn from now on with this version."""
+    def set_version(self, label: str) -> None:
+        """Labels tokens that are drawn from now on."""
         ...
 
     def load_adapter(self, folder: str) -> None:
@@ -283,15 +283,15 @@ class ServerCalls:
         if not self.http.ask("POST", "/reset_prefix_cache?reset_running_requests=true")["success"]:
             raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
 
-    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], label: str) -> None:
         """See ``VllmCalls``."""
         self.http.ask("POST", "/start_weight_update")
         self.http.ask("POST", "/update_weights", {"update_info": dict(update_info)})
-        self.http.ask("POST", "/finish_weight_update", {"weight_version": str(version)})
+        self.http.ask("POST", "/finish_weight_update", {"weight_version": label})
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, label: str) -> None:
         """See ``VllmCalls``."""
-        self.http.ask("POST", "/update_weight_version", {"new_version": str(version)})
+        self.http.ask("POST", "/update_weight_version", {"new_version": label})
 
     def load_adapter(self, folder: str) -> None:
         """See ``VllmCalls``."""

@@ -184,17 +184,17 @@ class InProcessCalls:
         if not self._run(self._llm.reset_prefix_cache(reset_running_requests=True)):
             raise EngineError(f"{self.name} did not forget the keys and values of earlier weights")
 
-    def update_weights(self, update_info: Mapping[str, object], version: int) -> None:
+    def update_weights(self, update_info: Mapping[str, object], label: str) -> None:
         """See ``VllmCalls``."""
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         self._run(self._llm.start_weight_update())
         self._run(self._llm.update_weights(WeightTransferUpdateRequest(update_info=dict(update_info))))
-        self._run(self._llm.finish_weight_update(str(version)))
+        self._run(self._llm.finish_weight_update(label))
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, label: str) -> None:
         """See ``VllmCalls``."""
-        self._run(self._llm.update_weight_version(str(version)))
+        self._run(self._llm.update_weight_version(label))
 
     def load_adapter(self, folder: str) -> None:
         """See ``VllmCalls``."""

@@ -4,6 +4,7 @@ both map or in files."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
@@ -65,7 +66,13 @@ class WeightFiles:
     """Hands over versions of a model's weights, or of its adapters alone, in folders."""
 
     def __init__(
-        self, template: nn.Module, dtype: torch.dtype, folder: Path, base: str = "", in_memory: bool = False
+        self,
+        template: nn.Module,
+        dtype: torch.dtype,
+        folder: Path,
+        base: str = "",
+        in_memory: bool = False,
+        run_folder: Path | None = None,
     ) -> None:
         """
         Args:
@@ -77,7 +84,10 @@ class WeightFiles:
                 after the other, and the folder has links to it, which processes of this user on this machine can open
                 while this one lives. It has no name, so the kernel frees it when the last process that has it open
                 ends, however that ends. Adapters are always in files.
+            run_folder: tells the versions of this run from those that another one sends to the same engine.
         """
+        self.run = hashlib.blake2b(str((run_folder or folder).absolute()).encode(), digest_size=4).hexdigest()
+        """Which run sends them: the same for all its ranks."""
         self.template = template
         self.folder = folder
         self.base = base
@@ -132,6 +142,10 @@ class WeightFiles:
                 "the engine another weights_folder"
             ) from error
         return folder
+
+    def label_of(self, version: int) -> str:
+        """What the engine calls a version."""
+        return f"{self.run}-{version}"
 
     def folder_of(self, version: int) -> Path:
         """The folder that a version is written to."""
