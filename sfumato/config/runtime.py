@@ -71,9 +71,9 @@ class RuntimeConfig(Section):
     weight_sync: Literal["auto", "broadcast", "ipc", "files"] = "auto"
     """Ray: how weights reach a sampler of its own. broadcast sends them over the network (gloo, NCCL), ipc shares
     memory on one machine or GPU, files writes safetensors into the run folder; auto broadcasts."""
-    object_store_gb: float | None = Field(None, gt=0)
-    """Shared memory of a Ray that is started here, for samples on their way, in GiB; null is Ray's share of the
-    memory."""
+    object_store_gb: float | None = Field(None, ge=0.074)
+    """Shared memory of a Ray that is started here, for samples on their way, in GiB, at least Ray's 75 MiB; null is
+    Ray's share of the memory."""
     heartbeat_s: float = Field(30.0, gt=0)
     """Seconds after which a process that does not answer is taken for dead."""
     call_timeout_s: float = Field(3600.0, gt=0)

@@ -49,6 +49,8 @@ def hidden_matrices(module: nn.Module) -> set[str]:
             continue
         for key, _ in owner.named_parameters(recurse=False):
             name = plain_name(f"{prefix}.{key}")
+            if name not in shapes:  # layers that share their weights (Zamba): they have the name of the first one's
+                continue
             ndim = len(shapes[name])
             if (ndim == 2 and key == "weight") or (ndim == 3 and owner in experts):
                 names.add(name)

@@ -23,9 +23,10 @@ from sfumato.parallel.shards import local_shard, trainable_parameters, whole_sha
 NAMED = 5
 """Parameters that an error names."""
 
-UNDECAYED = re.compile(r"(bias|A_log)$")
+UNDECAYED = re.compile(r"(bias|A_log|norm\.weight)$")
 """Names of parameters without weight decay, whatever their shape: biases of stacked experts (gpt-oss) and of stacked
-heads, which are as many vectors, and the decay rates of Mamba's states, which its authors except."""
+heads, and norms of heads (Command R+), which are as many vectors, and the decay rates of Mamba's states, which its
+authors except. They are no matrices for Muon, either."""
 
 DECAYS = {
     "linear": lambda progress: 1 - progress,
@@ -73,7 +74,7 @@ def build_optimizer(
     if config.optimizer == "muon":
         from sfumato.optim.muon import hidden_matrices
 
-        hidden = hidden_matrices(module) & parameters.keys()
+        hidden = {name for name in hidden_matrices(module) & parameters.keys() if not UNDECAYED.search(name)}
     entries = {name: _find_entry(name, config) for name in parameters}
     _check_choices(module, config, entries, hidden, mesh)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import cast
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.parallel.expert import tokens_per_expert
-from sfumato.parallel.expert_modules import find_experts
+from sfumato.parallel.expert_modules import find_experts, has_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import plain_name
 
@@ -48,7 +48,7 @@ class ExpertBalancer:
             rate: how far a bias moves in an update.
 
         Raises:
-            ConfigError: when the module has no experts, or chooses them by a rule that no bias can be put into.
+            ConfigError: when no stage has experts, or one chooses them by a rule that no bias can be put into.
         """
         self.mesh = mesh
         self.rate = rate
@@ -56,7 +56,11 @@ class ExpertBalancer:
         """bool ``[tokens]`` on the device, for the next forward pass: false for padding; None counts all."""
         self._routers: dict[str, tuple[nn.Module, str]] = {}
         self._counts: list[Tensor] = []
-        for name, experts in find_experts(module, "train.expert_bias_rate must be 0").items():
+        any_stage_has_experts = any(mesh.gather(has_experts(module), over="pp"))
+        all_experts: Mapping[str, nn.Module] = {}  # all layers of a pipeline stage may be dense
+        if has_experts(module) or not any_stage_has_experts:
+            all_experts = find_experts(module, "train.expert_bias_rate must be 0")
+        for name, experts in all_experts.items():
             num_experts = cast("int", experts.num_experts)
             key, router, bias = _find_router(module, name, num_experts)
             if bias is None:
@@ -78,20 +82,23 @@ class ExpertBalancer:
             worst layer; ``experts/without_tokens``: share of experts that got no token. Both over all ranks and all
             micro-batches since the last update.
         """
-        counts = torch.cat(self._counts)
+        none = torch.zeros(0, dtype=torch.int64, device=self.mesh.device)
+        counts = torch.cat([*self._counts, none])
         if self.mesh.size_of("loss") > 1:
             dist.all_reduce(counts, group=self.mesh.group("loss"))
-        ratios = []
+        ratios = [none.double().sum()]
         # Layers may have different numbers of experts: one all-reduce sums them all, then they are taken apart again.
         loads = counts.double().split([len(counts) for counts in self._counts])
         for load, (router, bias) in zip(loads, self._routers.values(), strict=True):
             getattr(router, bias).add_((load.mean() - load).sign().float(), alpha=self.rate)
             ratios.append(load.max() / load.mean().clamp_min(1e-9))
         self.forget()
-        return {
-            "experts/load_max_over_mean": torch.stack(ratios).max(),
-            "experts/without_tokens": (counts == 0).double().mean(),
-        }
+        worst = torch.stack(ratios).max()
+        idle = torch.stack([(counts == 0).sum(), counts.new_tensor(len(counts))])
+        if self.mesh.size_of("pp") > 1:
+            dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.mesh.group("pp"))
+            dist.all_reduce(idle, group=self.mesh.group("pp"))
+        return {"experts/load_max_over_mean": worst, "experts/without_tokens": idle[0] / idle[1].double()}
 
     def _make_counter(self, counts: Tensor) -> Callable[..., None]:
         """A hook before experts that adds the choices ``[tokens, k]`` of a forward pass to the layer's counts."""
@@ -110,7 +117,8 @@ class ExpertBalancer:
 
     def forget(self) -> None:
         """Discards the tokens counted since the last update."""
-        torch._foreach_zero_(self._counts)  # pyright: ignore[reportPrivateImportUsage]  # torch has no public name
+        for counts in self._counts:
+            counts.zero_()
 
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of the biases ``[experts]``, float32, by their names in the plain module's state dict."""

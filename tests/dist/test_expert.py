@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from sfumato.config.load import load_config
+from sfumato.config.text_data import TextTrainConfig
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.models.lora import ADAPTER, inject_adapter
 from sfumato.parallel.balance import ExpertBalancer
@@ -19,7 +21,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.plan import language_plan
 from sfumato.parallel.shards import gather_whole
-from tests.dist import cases
+from tests.dist import cases, test_architectures
 from tests.dist.cases import CASES, ROWS, Case, Outcome, build, difference, make_mesh, packed_row, train
 
 TOLERANCE = 1e-5
@@ -233,6 +235,28 @@ def test_biases_are_those_of_one_process(kind, config, ranks):
         assert actual_metrics == metrics
         assert actual_biases.keys() == biases.keys()
         assert all(torch.equal(value, biases[name]) for name, value in actual_biases.items())
+
+
+def balance_stages(**settings: Any) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
+    """A step of micro-batches of different lengths, which a pipeline pads to one; its first stage is dense."""
+    config = load_config(TextTrainConfig, overrides={"output_dir": "unused", "expert_bias_rate": 0.05, **settings})
+    mesh, _ = make_mesh(pipeline_parallel_size=config.pipeline_parallel_size)
+    model = test_architectures.build("deepseek_v3", config)
+    model.parallelize(mesh, config)
+    batches = [test_architectures.micro_batch(index) for index in range(4)]
+    model.forward_backward(batches, lambda scores, batch: -scores.log_probs(batch.labels).sum())
+    metrics = model.balance_experts()
+    assert model.balancer is not None
+    return metrics, mesh.merge(model.balancer.state_dict(), over="pp")
+
+
+def test_biases_of_a_pipeline_count_no_padding(ranks):
+    expected = balance_stages()
+    assert expected[0]["experts/load_max_over_mean"] > 1
+    for metrics, biases in ranks.run(2, functools.partial(balance_stages, pipeline_parallel_size=2)):
+        assert metrics == expected[0]
+        assert biases.keys() == expected[1].keys()
+        assert all(torch.equal(value, expected[1][name]) for name, value in biases.items())
 
 
 def test_counts_and_moves():

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from sfumato.config.runtime import RuntimeConfig
-from sfumato.errors import RoleLostError
+from sfumato.errors import ConfigError, RoleLostError
 from sfumato.runtime.cluster.cluster import start_cluster
 from tests.ray.conftest import run_in
 from tests.tiny import ROOT
@@ -25,6 +25,11 @@ def test_it_is_tried_twice_and_then_named(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(RoleLostError, match=r"Ray did not start on this machine: .*; end what else .* logs lie in"):
         start_cluster(RuntimeConfig(backend="ray", object_store_gb=0.2), run, num_cpus=1)
     assert (tmp_path / "log.txt").read_text().count("; trying once more") == 1
+
+
+def test_an_address_at_which_nothing_listens(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^runtime.address 127.0.0.1:1: no cluster .* refused; start one"):
+        start_cluster(RuntimeConfig(backend="ray", address="127.0.0.1:1"), run_in(tmp_path))
 
 
 def test_nothing_is_left_of_a_start_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

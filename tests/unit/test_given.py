@@ -259,6 +259,7 @@ def test_a_reward_that_is_only_watched_has_no_weight() -> None:
 @pytest.mark.parametrize(
     ("schema", "overrides", "message"),
     [
+        (TrajectoryRLConfig, {"runtime": {"backend": "ray", "object_store_gb": 0.05}}, "equal to 0.074"),
         (TrainDitConfig, {"data": {"height": 100_000}}, "--data.height: Input should be less than or equal to 16384"),
         (TrajectoryRLConfig, {"rollout": {"width": 100_000}}, "--rollout.width: Input should be less than or equal"),
         (

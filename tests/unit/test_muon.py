@@ -137,6 +137,16 @@ def test_what_is_hidden_in_a_diffusion_transformer():
     assert "blocks.0.scale_shift_table" in dict(build("wan").named_parameters())  # three-dimensional, but no experts
 
 
+def test_layers_that_share_weights_and_norms_of_heads():
+    module = Layers()
+    module.layers.append(nn.ModuleDict({"q_norm": nn.LayerNorm((2, 7), bias=False)})).append(nn.Linear(12, 30))
+    module.layers[5].weight = module.layers[0].weight
+    optimizer, _ = build_optimizer(module, config(), 1)
+    moved = {id(param) for group in optimizer.param_groups if group["orthogonal"] for param in group["params"]}
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in moved]
+    assert names == ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
+
+
 def test_adapters_are_left_to_adamw_and_muon_then_has_nothing_to_do():
     module = build("dense", lora=True)
     with pytest.raises(ConfigError, match=r"muon: Qwen3ForCausalLM trains no matrices .*model\.lora.*take adamw"):

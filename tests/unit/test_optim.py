@@ -116,13 +116,15 @@ def test_matrices_decay_and_vectors_do_not():
         torch.testing.assert_close(tensor.detach(), before[name] * factor)
 
 
-def test_biases_of_many_rows_and_rates_of_states_do_not_decay():
+def test_biases_and_norms_of_many_rows_and_rates_of_states_do_not_decay():
     module = nn.Module()
+    module.q_norm = nn.LayerNorm((4, 6), bias=False)  # as Command R+ has them
     for name in ("gate_up_proj", "gate_up_proj_bias", "A_log"):  # as gpt-oss' experts and Mamba's mixers name them
         module.register_parameter(name, nn.Parameter(torch.ones(4, 6)))
     optimizer, _ = build_optimizer(module, config(weight_decay=0.5), 1)
     decay = {id(param): group["weight_decay"] for group in optimizer.param_groups for param in group["params"]}
     assert {name: decay[id(param)] for name, param in module.named_parameters()} == {
+        "q_norm.weight": 0.0,
         "gate_up_proj": 0.5,
         "gate_up_proj_bias": 0.0,
         "A_log": 0.0,

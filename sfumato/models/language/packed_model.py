@@ -315,9 +315,7 @@ class PackedModel(ABC, Generic[Output]):
             batch: in host memory; tensors of an update may be on the device already.
             every_token: whether the output is wanted for tokens without a label, too.
         """
-        whole = self._pad_to_multiple(self._number_columns(batch))
-        if self.balancer is not None:
-            whole = replace(whole, is_token=whole.token_mask() & (not batch.is_placeholder))
+        whole = self._pad_to_multiple(self._describe_tokens(batch))
         # chosen in host memory, where labels can be looked at without waiting for the device
         output_columns = None if every_token else self._output_columns(whole)
         whole = whole.with_tensors(self._to_device(whole.tensors()))
@@ -481,12 +479,11 @@ class PackedModel(ABC, Generic[Output]):
 
     def _stage_arguments(self, batches: Sequence[TokenBatch]) -> StageArguments:
         """The arguments of a pipeline's stages for micro-batches: positions for all stages, images for the first."""
-        if self.vision is None:
-            from sfumato.parallel.pipeline import positions_alone
-
-            return positions_alone
 
         def select_arguments(row: Batch, first: bool) -> Tensors:
+            self._mark_tokens(row.get("is_token"))
+            if self.vision is None:
+                return {"position_ids": row["position_ids"]}
             # images are merged into the embeddings of the first stage; later stages get hidden states
             media = join_media(batches[int(row["batch"])].media) if first else {}
             inputs = MultimodalInputs(media, row.get("rope_positions"), row["modality_ids"])
@@ -498,7 +495,7 @@ class PackedModel(ABC, Generic[Output]):
         """Micro-batches as the pipeline takes them: tensors on the device, with the index of the micro-batch, by which
         ``_batch_of_row`` finds what is no tensor."""
         return [
-            self._to_device(self._number_columns(batch).tensors()) | {"batch": torch.tensor(index)}
+            self._to_device(self._describe_tokens(batch).tensors()) | {"batch": torch.tensor(index)}
             for index, batch in enumerate(batches)
         ]
 
@@ -568,11 +565,14 @@ class PackedModel(ABC, Generic[Output]):
         finally:
             self.module.train()
 
-    def _number_columns(self, batch: TokenBatch) -> TokenBatch:
-        """Under sequence parallelism adds each token's column, by which ``_join_sequence`` joins the ranks' parts."""
-        if self.mesh.layout.cp == 1:
-            return batch
-        return replace(batch, columns=torch.arange(batch.shape[1]).expand_as(batch.input_ids))
+    def _describe_tokens(self, batch: TokenBatch) -> TokenBatch:
+        """Adds each token's column under sequence parallelism, by which ``_join_sequence`` joins the ranks' parts, and
+        which places hold tokens where loads of experts are counted."""
+        if self.mesh.layout.cp > 1:
+            batch = replace(batch, columns=torch.arange(batch.shape[1]).expand_as(batch.input_ids))
+        if self.balancer is not None:
+            batch = replace(batch, is_token=batch.token_mask() & (not batch.is_placeholder))
+        return batch
 
     def _join_sequence(self, part: Tensor, columns: Tensor | None, batch: TokenBatch) -> Tensor:
         """The whole ``[B, T]``, joined from the parts that ranks hold under sequence parallelism."""

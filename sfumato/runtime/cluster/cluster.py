@@ -6,6 +6,7 @@ import atexit
 import os
 import signal
 import site
+import socket
 import sys
 import sysconfig
 import threading
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from sfumato.config.sections import TrainConfig
     from sfumato.runtime.roles import Role
     from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
+
+CONNECT_S = 10.0
+"""Seconds in which the head of a cluster must answer."""
 
 INLINE_BYTES = 4096
 """Values up to this size travel with a call or its reply; larger ones go directly from process to process."""
@@ -265,8 +269,9 @@ def start_cluster(config: RuntimeConfig, run: Run, num_cpus: int | None = None, 
                 _start_here(run, num_cpus=num_cpus, num_gpus=num_gpus, object_store_memory=store, **options)
         else:
             try:
+                _connect_once(address)
                 ray.init(address=address, runtime_env={"env_vars": variables}, **options)
-            except (ConnectionError, ValueError, RuntimeError) as error:
+            except (OSError, ValueError, RuntimeError) as error:
                 remedy = "start one (ray start --head), or leave runtime.address out, which starts Ray on this machine"
                 if "AuthenticationError" in str(error.__cause__):
                     remedy = (
@@ -332,6 +337,14 @@ def launch_on_ray(
         weights=weights,
         driver=cluster,
     )
+
+
+def _connect_once(address: str) -> None:
+    """Raises OSError when nothing listens at the address of a cluster, where Ray goes on asking for many minutes."""
+    from ray._private.services import canonicalize_bootstrap_address
+
+    host, _, port = str(canonicalize_bootstrap_address(address)).rpartition(":")
+    socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
 
 
 def _start_here(run: Run, **options: Any) -> None:
