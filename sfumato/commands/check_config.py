@@ -47,7 +47,7 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.answer_end import facts_of
-from sfumato.errors import UnpredictedError, UserError
+from sfumato.errors import UnpredictedError, UserError, describe_file_error
 from sfumato.models.diffusion.folder_parts import parts_without_weights
 from sfumato.models.diffusion.load import read_index
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
@@ -238,8 +238,11 @@ def _look_at_run_folder(findings: Findings, config: TaskConfig) -> None:
         identify(config, {})
         if total_steps is not None:
             plan.check_steps(total_steps, plan.from_step)
-    except (UserError, OSError) as error:
+    except UserError as error:
         findings.problems.append(str(error))
+        return
+    except OSError as error:  # files of another user
+        findings.problems.append(describe_file_error(error) or str(error))
         return
     if text := plan.describe():
         findings.notes.append(text)
