@@ -47,7 +47,7 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.data.files.bad_rows import bad_row_limit
 from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.answer_end import facts_of
-from sfumato.errors import UnpredictedError, UserError
+from sfumato.errors import UnpredictedError, UserError, describe_file_error
 from sfumato.models.diffusion.folder_parts import parts_without_weights
 from sfumato.models.diffusion.load import read_index
 from sfumato.models.estimate.kv_memory import KEYS_AND_VALUES
@@ -66,7 +66,9 @@ from sfumato.models.language.router_loss import check_router_settings
 from sfumato.models.language.source_folder import describe_jitter, describe_left_out
 from sfumato.models.language.untrained_tokens import describe_untrained_tokens
 from sfumato.parallel.layout import Layout
-from sfumato.tracking.folder import run_date
+from sfumato.tracking.folder import StartPlan, describe_absent_checkpoint, run_date
+from sfumato.tracking.identity import identify
+from sfumato.tracking.lock import refuse_held
 from sfumato.tracking.run import quiet_libraries
 from sfumato.tracking.trackers import check_trackers
 
@@ -171,6 +173,7 @@ def check_config(
         _look_at_data(findings, config)
     else:
         findings.not_looked_at.append("the data")
+    _look_at_run_folder(findings, config)
     if isinstance(config, RLConfig):
         _look_for_programs(findings, config, is_for_here=device_gib is None)
     try:
@@ -220,6 +223,31 @@ def _predict_memory(
     is_here = device_gib is None and findings.device_bytes is not None
     sizes = (findings.model, findings.data, findings.on_gpu)
     findings.host = check_host(config, layout, *sizes, host_gib, is_here)
+
+
+def _look_at_run_folder(findings: Findings, config: TaskConfig) -> None:
+    """What the run would do where another one stands, or with the checkpoint that it is to go on from."""
+    if absent := describe_absent_checkpoint(config):
+        findings.problems.append(absent)
+        return
+    counted = findings.data.num_steps if findings.data is not None and findings.data.steps_are_exact else None
+    total_steps = config.train.max_steps or counted
+    try:
+        refuse_held(Path(config.train.output_dir))
+        plan = StartPlan(config)
+        identify(config, {})
+        if total_steps is not None:
+            plan.check_steps(total_steps, plan.from_step)
+    except UserError as error:
+        findings.problems.append(str(error))
+        return
+    except OSError as error:  # files of another user
+        findings.problems.append(describe_file_error(error) or str(error))
+        return
+    if text := plan.describe():
+        findings.notes.append(text)
+    if plan.from_step:
+        findings.not_looked_at.append("whether the checkpoint is intact, and of this data and model")
 
 
 def _look_for_programs(findings: Findings, config: RLConfig, is_for_here: bool) -> None:

@@ -201,10 +201,12 @@ class Control:
         return json_response({"answers": [_clean_value(answer) for answer in answers], "memory": state.get("memory")})
 
     async def end_playground(self, request: Request) -> Response:
-        """Frees the memory that the playground's model takes."""
+        """Frees the memory that the playground's model takes; an answer that it is computing is not waited for."""
         await _read_json(request)
-        async with self._reserve_model():
-            await self._end_playground()
+        if self._playground is None:  # it is being started, or a replay is at work
+            async with self._reserve_model():
+                pass
+        await self._end_playground()
         return json_response({})
 
     async def made(self, request: Request) -> Response:
@@ -238,7 +240,9 @@ class Control:
     async def _reserve_model(self):
         """One process that holds a model at a time. Raises RefusedRequestError (429) while another one is at work."""
         if self._loading.locked():
-            raise RefusedRequestError(429, "another checkpoint is at work: wait until it is done")
+            raise RefusedRequestError(
+                429, "another checkpoint is at work: wait until it is done, or free the playground's memory"
+            )
         async with self._loading:
             yield
 

@@ -32,7 +32,14 @@ from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.finite import list_first
 from sfumato.parallel.mesh import Mesh
-from sfumato.tracking.atomic_folders import flush, list_checkpoints, read_mapping, read_run_id, set_later_aside
+from sfumato.tracking.atomic_folders import (
+    flush,
+    list_checkpoints,
+    read_mapping,
+    read_run_id,
+    read_values,
+    set_later_aside,
+)
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.lock import FolderLock, lock_folder
 from sfumato.tracking.next_steps import finished_lines, rerun_command
@@ -172,34 +179,80 @@ def _today(_output_dir: str) -> datetime.date:
     return datetime.date.today()
 
 
-class RunFolder:
-    """The folder of a run that has been started; only rank 0 has one."""
+def describe_absent_checkpoint(config: Section) -> str:
+    """That the checkpoint which ``train.load_checkpoint_path`` names does not exist; empty where it does."""
+    wanted = config.train.load_checkpoint_path  # type: ignore[attr-defined]
+    is_absent = wanted not in (None, "auto", "new") and not Path(wanted).is_dir()
+    return f"train.load_checkpoint_path: {wanted} does not exist" if is_absent else ""
 
-    def __init__(self, config: Section, say: Callable[[str], None]) -> None:
-        """Locks the folder and checks whether this run may begin there. Nothing but the lock is written.
+
+class StartPlan:
+    """What a start does in its run folder. Making one only reads."""
+
+    def __init__(self, config: Section) -> None:
+        """Looks at the folder and checks whether the run may begin there.
 
         Args:
             config: of the task.
-            say: takes a line for the person who watches.
 
         Raises:
-            FolderError: when another run is at work there, or the folder holds a run that this one does not resume.
+            FolderError: when the folder holds a run that this one does not resume.
         """
         self.path = Path(config.train.output_dir)  # type: ignore[attr-defined]
         self.wanted: str | None = config.train.load_checkpoint_path  # type: ignore[attr-defined]
         self._config = config
-        self._say = say
-        self.lock: FolderLock = lock_folder(self.path, say)
-        try:
-            self.standing = look_at(self.path)
-            self.source_id = None if self.wanted in (None, "auto", "new") else read_run_id(Path(self.wanted))
-            """Id of the run whose checkpoint the configuration names by its path."""
-            self._moves = self.standing is not None and self._decide(self.standing)
-            if self._moves:
-                self._check_move()
-        except BaseException:
-            self.lock.release()
-            raise
+        self.standing = look_at(self.path)
+        self.names_checkpoint = self.wanted not in (None, "auto", "new")
+        self.source_id = read_run_id(Path(str(self.wanted))) if self.names_checkpoint else None
+        """Id of the run whose checkpoint the configuration names by its path."""
+        self._moves = self.standing is not None and self._decide(self.standing)
+        if self._moves:
+            self._check_move()
+
+    def describe(self) -> str:
+        """What the start will do where a run stands or a checkpoint is named; empty where neither is so."""
+        standing = self.standing
+        if self._moves:
+            return f"an earlier run stands in {self.path}: a start moves it to {self._kept_name()}"
+        if self.wanted in (None, "new"):
+            return ""
+        if self.names_checkpoint:
+            verb = "goes back to" if self._is_own_checkpoint else "begins, as a fork, from"
+            return f"a start {verb} {self.wanted}"
+        if standing is None or standing.newest is None:
+            return f"{self.path} holds no checkpoint: load_checkpoint_path auto starts where the run began, or anew"
+        if self.is_complete:
+            return f"{self.path} holds this run, finished: nothing is left to do. A larger --train.max_steps goes on"
+        others = f" with other settings: {', '.join(self.differences)}" if self.differences else ""
+        return f"{self.path} holds {self._describe_standing(standing)}: a start goes on with it{others}"
+
+    @property
+    def from_step(self) -> int:
+        """The step of the checkpoint that the start will probably go on from; 0 without one."""
+        if self.names_checkpoint:
+            step = read_values(Path(str(self.wanted))).get("step")
+            return step if isinstance(step, int) else 0
+        return (self.wanted == "auto" and self.standing is not None and self.standing.newest) or 0
+
+    def check_steps(self, total_steps: int, from_step: int) -> None:
+        """Raises FolderError when nothing is left to do, and the folder or the checkpoint is another run's.
+
+        Args:
+            total_steps: of the whole run.
+            from_step: the step of the checkpoint that it goes on from; 0 without one.
+        """
+        if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
+            raise FolderError(
+                f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
+                f"this configuration differs in {list_first(self.differences)}: give it a folder of its own, "
+                f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
+            )
+        if self.names_checkpoint and not self._is_own_checkpoint and from_step >= total_steps:
+            more = rerun_command(train__max_steps=2 * from_step)
+            raise FolderError(
+                f"{self.wanted} is of step {from_step}, and this run ends after {total_steps}: nothing is left to do. "
+                f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
+            )
 
     @property
     def differences(self) -> list[str]:
@@ -210,65 +263,6 @@ class RunFolder:
         """Fields in which this configuration differs from another run's, with both values; none from an empty one."""
         config = flatten(self._config.model_dump(mode="json"))
         return list_differences(config, other, ("here", "there"), without=OWN_FOLDER) if other else []
-
-    def begin(self, total_steps: int, from_step: int, environment: Mapping[str, object]) -> None:
-        """Takes the folder for this run: moves an earlier run aside, and writes configuration and environment.
-
-        Args:
-            total_steps: of the whole run.
-            from_step: the step of the checkpoint that it goes on from; 0 without one.
-            environment: further entries of ``environment.json``.
-
-        Raises:
-            FolderError: when the lock was lost, or a finished run would get the configuration of another one.
-        """
-        self.lock.check()
-        if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
-            raise FolderError(
-                f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
-                f"this configuration differs in {list_first(self.differences)}: give it a folder of its own, "
-                f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
-            )
-        names_checkpoint = self.wanted not in (None, "auto", "new")
-        if names_checkpoint and not self._is_own_checkpoint and from_step >= total_steps:
-            more = rerun_command(train__max_steps=2 * from_step)
-            raise FolderError(
-                f"{self.wanted} is of step {from_step}, and this run ends after {total_steps}: nothing is left to do. "
-                f"A larger --train.max_steps goes on{f': {more}' if more else ''}"
-            )
-        if self.wanted not in (None, "new") and from_step:
-            if from_step > total_steps:
-                self._say(
-                    f"the checkpoint is of step {from_step}, and this run ends after {total_steps}: nothing is "
-                    "trained. A larger --train.max_steps goes on"
-                )
-            elif from_step < total_steps:
-                self._say_what_changed(from_step, environment.get("source_code"))
-        if self._moves:
-            self._move_aside()
-        goes_back = names_checkpoint and self._is_own_checkpoint
-        if goes_back and (aside := set_later_aside(self.path / "checkpoints", from_step)):
-            self._say(f"of later steps, and removed by the next save: {', '.join(aside)}")
-        if self.wanted not in (None, "new"):
-            for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
-                self._say(line)
-        date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
-        environment_file = {**environment, **self._identity_entries(from_step), "total_steps": total_steps, DATE: date}
-        write_atomically(self.path / "config.yaml", config_text(self._config).encode())
-        write_json(self.path / ENVIRONMENT, environment_file)
-
-    def _say_what_changed(self, from_step: int, source_code: object) -> None:
-        """Says of a resume with which source code and settings it goes on, where the steps before had others.
-
-        Every setting that a resume may change is named, since some change the mathematics, such as ``dpo.beta``, and
-        ``config.yaml`` holds those of the last start alone.
-        """
-        folder = _folder_of_checkpoint(str(self.wanted), self.path)
-        before = read_environment(folder).get("source_code")
-        if before not in (None, source_code):
-            self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
-        if differences := self._differences_from(_read_config(folder)):
-            self._say(f"step {from_step + 1} and later have other settings than {folder}: {', '.join(differences)}")
 
     @property
     def is_complete(self) -> bool:
@@ -287,38 +281,6 @@ class RunFolder:
     def _is_own_checkpoint(self) -> bool:
         """Whether the checkpoint that the configuration names is of the run in the folder."""
         return self.standing is not None and self.standing.run_id == self.source_id
-
-    def add_environment(self, values: Mapping[str, object]) -> None:
-        """Adds entries to ``environment.json`` that are known only after the run has begun."""
-        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
-
-    def finish(self) -> None:
-        """Marks the run as finished."""
-        self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
-
-    def say_next_steps(self, task: str, total_steps: int) -> None:
-        """Says what people do with a finished run."""
-        for line in finished_lines(self.path, task, total_steps, self._other_name()):
-            self._say(line)
-
-    def _identity_entries(self, from_step: int) -> dict[str, object]:
-        """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
-
-        A resumed run keeps both.
-        """
-        standing = self.standing if not self._moves else None
-        fresh: dict[str, object] = {"run_id": secrets.token_hex(8)}
-        if self.wanted in (None, "new"):
-            return fresh
-        if self.wanted == "auto" or (standing is not None and standing.run_id == self.source_id):
-            origin = read_environment(self.path).get("forked_from")
-            run_id = (standing and standing.run_id) or fresh["run_id"]
-            return {"run_id": run_id, **({"forked_from": origin} if origin else {})}
-        self._say(
-            f"{self.wanted} is of another run ({self.source_id or 'without an id'}): this one is a fork of it, with an "
-            f"id of its own ({fresh['run_id']}) and metrics from step {from_step + 1} on"
-        )
-        return {**fresh, "forked_from": {"run_id": self.source_id, "checkpoint": str(self.wanted)}}
 
     def _decide(self, standing: Standing) -> bool:
         """Whether the run in the folder is moved aside. Raises FolderError when this one may not begin here."""
@@ -391,6 +353,123 @@ class RunFolder:
                         if os.sep in part and (path := Path(part.strip())).exists():
                             yield name, path
 
+    def _kept_name(self) -> Path:
+        """The folder that an earlier run is moved to."""
+        return self._free_name(".", 1)
+
+    def _other_name(self) -> Path:
+        """A folder to suggest for another run."""
+        return self._free_name("_", 2)
+
+    def _free_name(self, separator: str, number: int) -> Path:
+        """The folder's name with the first number that is free, from ``number`` on, beside what a link leads to."""
+        root = self.path.resolve()
+        while root.with_name(f"{root.name}{separator}{number}").exists():
+            number += 1
+        parent = root.parent if self.path.is_symlink() else self.path.parent
+        return parent / f"{root.name}{separator}{number}"
+
+
+class RunFolder(StartPlan):
+    """The folder of a run that has been started; only rank 0 has one."""
+
+    def __init__(self, config: Section, say: Callable[[str], None]) -> None:
+        """Locks the folder and checks whether this run may begin there. Nothing but the lock is written.
+
+        Args:
+            config: of the task.
+            say: takes a line for the person who watches.
+
+        Raises:
+            FolderError: when another run is at work there, or the folder holds a run that this one does not resume.
+        """
+        self._say = say
+        self.lock: FolderLock = lock_folder(Path(config.train.output_dir), say)  # type: ignore[attr-defined]
+        try:
+            super().__init__(config)
+        except BaseException:
+            self.lock.release()
+            raise
+
+    def begin(self, total_steps: int, from_step: int, environment: Mapping[str, object]) -> None:
+        """Takes the folder for this run: moves an earlier run aside, and writes configuration and environment.
+
+        Args:
+            total_steps: of the whole run.
+            from_step: the step of the checkpoint that it goes on from; 0 without one.
+            environment: further entries of ``environment.json``.
+
+        Raises:
+            FolderError: when the lock was lost, or a finished run would get the configuration of another one.
+        """
+        self.lock.check()
+        self.check_steps(total_steps, from_step)
+        if self.wanted not in (None, "new") and from_step:
+            if from_step > total_steps:
+                self._say(
+                    f"the checkpoint is of step {from_step}, and this run ends after {total_steps}: nothing is "
+                    "trained. A larger --train.max_steps goes on"
+                )
+            elif from_step < total_steps:
+                self._say_what_changed(from_step, environment.get("source_code"))
+        if self._moves:
+            self._move_aside()
+        goes_back = self.names_checkpoint and self._is_own_checkpoint
+        if goes_back and (aside := set_later_aside(self.path / "checkpoints", from_step)):
+            self._say(f"of later steps, and removed by the next save: {', '.join(aside)}")
+        if self.wanted not in (None, "new"):
+            for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
+                self._say(line)
+        date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
+        environment_file = {**environment, **self._identity_entries(from_step), "total_steps": total_steps, DATE: date}
+        write_atomically(self.path / "config.yaml", config_text(self._config).encode())
+        write_json(self.path / ENVIRONMENT, environment_file)
+
+    def _say_what_changed(self, from_step: int, source_code: object) -> None:
+        """Says of a resume with which source code and settings it goes on, where the steps before had others.
+
+        Every setting that a resume may change is named, since some change the mathematics, such as ``dpo.beta``, and
+        ``config.yaml`` holds those of the last start alone.
+        """
+        folder = _folder_of_checkpoint(str(self.wanted), self.path)
+        before = read_environment(folder).get("source_code")
+        if before not in (None, source_code):
+            self._say(f"step {from_step + 1} and later run other source code of sfumato than the steps before")
+        if differences := self._differences_from(_read_config(folder)):
+            self._say(f"step {from_step + 1} and later have other settings than {folder}: {', '.join(differences)}")
+
+    def add_environment(self, values: Mapping[str, object]) -> None:
+        """Adds entries to ``environment.json`` that are known only after the run has begun."""
+        write_json(self.path / ENVIRONMENT, {**read_environment(self.path), **values})
+
+    def finish(self) -> None:
+        """Marks the run as finished."""
+        self.add_environment({"finished": datetime.datetime.now().astimezone().isoformat(timespec="seconds")})
+
+    def say_next_steps(self, task: str, total_steps: int) -> None:
+        """Says what people do with a finished run."""
+        for line in finished_lines(self.path, task, total_steps, self._other_name()):
+            self._say(line)
+
+    def _identity_entries(self, from_step: int) -> dict[str, object]:
+        """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
+
+        A resumed run keeps both.
+        """
+        standing = self.standing if not self._moves else None
+        fresh: dict[str, object] = {"run_id": secrets.token_hex(8)}
+        if self.wanted in (None, "new"):
+            return fresh
+        if self.wanted == "auto" or (standing is not None and standing.run_id == self.source_id):
+            origin = read_environment(self.path).get("forked_from")
+            run_id = (standing and standing.run_id) or fresh["run_id"]
+            return {"run_id": run_id, **({"forked_from": origin} if origin else {})}
+        self._say(
+            f"{self.wanted} is of another run ({self.source_id or 'without an id'}): this one is a fork of it, with an "
+            f"id of its own ({fresh['run_id']}) and metrics from step {from_step + 1} on"
+        )
+        return {**fresh, "forked_from": {"run_id": self.source_id, "checkpoint": str(self.wanted)}}
+
     def _move_aside(self) -> None:
         """Renames the folder of the earlier run, and moves caches of this run back into the new folder."""
         root = self.path.resolve()
@@ -407,22 +486,6 @@ class RunFolder:
                 (self.path / cache).parent.mkdir(parents=True, exist_ok=True)
                 (moved_folder / cache).rename(self.path / cache)
         self._say(f"an earlier run stood in {self.path}; it is now {moved_folder}")
-
-    def _kept_name(self) -> Path:
-        """The folder that an earlier run is moved to."""
-        return self._free_name(".", 1)
-
-    def _other_name(self) -> Path:
-        """A folder to suggest for another run."""
-        return self._free_name("_", 2)
-
-    def _free_name(self, separator: str, number: int) -> Path:
-        """The folder's name with the first number that is free, from ``number`` on, beside what a link leads to."""
-        root = self.path.resolve()
-        while root.with_name(f"{root.name}{separator}{number}").exists():
-            number += 1
-        parent = root.parent if self.path.is_symlink() else self.path.parent
-        return parent / f"{root.name}{separator}{number}"
 
 
 def check_same_settings(config: Section, mesh: Mesh) -> None:

@@ -233,6 +233,13 @@ def read_owner(folder: Path) -> Owner | None:
     return None if seen is None else seen[0]
 
 
+def refuse_held(folder: Path) -> None:
+    """Raises FolderError where a run seems to hold a folder. Takes nothing, and waits for no sign of life."""
+    owner, renewed = read_lock(folder / NAME) or (None, 0.0)
+    if owner is not None and (owner.is_alive if owner.is_visible else time.time() - renewed <= STALE_S):
+        raise _held_error(folder, owner)
+
+
 def release_locks() -> None:
     """Gives back every folder that this process holds."""
     for lock in list(_held):

@@ -24,7 +24,7 @@ from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
 from sfumato.tracking.exit import check_early_stop, ending_of, install_signal_handlers, name_log
-from sfumato.tracking.folder import RunFolder, check_same_settings, environment_of
+from sfumato.tracking.folder import RunFolder, check_same_settings, describe_absent_checkpoint, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import BestEffortFiles, JsonLines, read_jsonl, series_of
 from sfumato.tracking.meters import Meter, StepProfiler, describe_float32, peak_flops
@@ -533,10 +533,8 @@ def _take_folder(config: Section, mesh: Mesh, early: list[str]) -> RunFolder | N
     Raises CheckpointError when ``train.load_checkpoint_path`` does not exist: reading data, which comes before the
     checkpoint, may take hours.
     """
-    wanted = config.train.load_checkpoint_path  # type: ignore[attr-defined]
-    is_absent = wanted not in (None, "auto", "new") and not Path(wanted).is_dir()
-    if mesh.first(is_absent, among="world"):
-        raise CheckpointError(f"train.load_checkpoint_path: {wanted} does not exist")
+    if absent := mesh.first(describe_absent_checkpoint(config), among="world"):
+        raise CheckpointError(absent)
 
     def say(text: str) -> None:
         early.append(text)

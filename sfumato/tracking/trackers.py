@@ -122,7 +122,7 @@ def build_trackers(
         output_dir: the run folder; each tracker writes into a folder of its own below it.
         purge_step: see ``TensorBoardTracker``.
         config: the resolved configuration, which services show beside the curves.
-        say: takes a line when an alert could not be sent.
+        say: takes a line when a tracker cannot write, or an alert could not be sent.
 
     Raises:
         UserError: as ``check_trackers``; or a tracker of another maker does not start.
@@ -132,7 +132,10 @@ def build_trackers(
     trackers: list[Tracker] = []
     for name in names:
         if name == "tensorboard":
-            trackers.append(TensorBoardTracker(folder / name, purge_step))
+            try:
+                trackers.append(TensorBoardTracker(folder / name, purge_step))
+            except OSError as error:  # it writes at once, and the disk may be full
+                say(_describe_failure(name, error))
         elif name == WEBHOOK:
             from sfumato.tracking.webhook import WebhookTracker
 
@@ -201,10 +204,14 @@ class Trackers:
             except Exception as error:  # of another maker's program, which must not end the run
                 self.all.remove(tracker)
                 name = type(tracker).__name__.removesuffix("Tracker").lower()
-                self._say(
-                    f"tracker {name} failed and is told nothing more ({type(error).__name__}: {error}); the run goes "
-                    "on, and metrics.jsonl has all numbers"
-                )
+                self._say(_describe_failure(name, error))
+
+
+def _describe_failure(name: str, error: Exception) -> str:
+    return (
+        f"tracker {name} failed and is told nothing more ({type(error).__name__}: {error}); the run goes on, and "
+        "metrics.jsonl has all numbers"
+    )
 
 
 def __getattr__(name: str) -> object:

@@ -34,6 +34,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import pretended_mesh
+from sfumato.tracking.lock import lock_folder
 from tests.tiny import (
     ROOT,
     load_task,
@@ -315,6 +316,44 @@ def test_a_model_that_is_made_first_is_predicted_from_what_makes_it(tmp_path: Pa
     config["model"] = {"model_path": str(made), "made_by": str(maker)}
     result = check_config(write_config(config, tmp_path / "second.yaml"))
     assert result.exit_code == FITS and result.model.num_parameters == check_config(maker).model.num_parameters
+
+
+@pytest.mark.parametrize(
+    ("train", "code", "said"),
+    [
+        ({}, WRONG, "holds an unfinished run (step 4 of 8, newest checkpoint of step 4)"),
+        ({"load_checkpoint_path": "new"}, FITS, "a start moves it to {run}.1"),
+        ({"load_checkpoint_path": "auto"}, FITS, "newest checkpoint of step 4): a start goes on with it"),
+        ({"load_checkpoint_path": "auto", "seed": 7}, WRONG, "train.seed was 42, is 7"),
+        ({"load_checkpoint_path": "nowhere"}, WRONG, "nowhere does not exist"),
+        ({"load_checkpoint_path": "{run}", "output_dir": "{run}_2"}, FITS, "as a fork, from {run}/checkpoints/"),
+        ({"load_checkpoint_path": "{run}", "output_dir": "{run}_2", "max_steps": 4}, WRONG, "nothing is left to do"),
+        ({"load_checkpoint_path": "auto", "output_dir": "{run}_2"}, FITS, "{run}_2 holds no checkpoint"),
+        ({"load_checkpoint_path": "auto"}, WRONG, "is in use by another run"),
+    ],
+)
+def test_a_run_that_stands_in_the_folder_is_met_as_the_start_meets_it(
+    tmp_path: Path, train: dict[str, Any], code: int, said: str
+) -> None:
+    run = tmp_path / "run"
+    checkpoint = run / "checkpoints" / "global_step_4"
+    checkpoint.mkdir(parents=True)
+    values = {"step": 4, "run_id": "one", "identity": {"train.seed": 42}}
+    for path, content in {
+        checkpoint / "manifest.json": {"files": {}},
+        checkpoint / "state.json": values,
+        run / "environment.json": {"run_id": "one", "total_steps": 8},
+        run / "metrics.jsonl": {"step": 4},
+    }.items():
+        path.write_text(f"{json.dumps(content)}\n")
+    lock = lock_folder(run, print) if "in use" in said else None
+    settings = {name: value.format(run=run) if isinstance(value, str) else value for name, value in train.items()}
+    path = text_config(tmp_path, rows=[conversation("a", "b")], train={"max_steps": 8, **settings})
+    findings = check_config(path, num_ranks=1, with_data=False)
+    assert said.format(run=run) in " ".join([*findings.problems, *findings.notes])
+    assert findings.exit_code == code
+    if lock is not None:
+        lock.release()
 
 
 def test_findings_are_json(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """``sfumato playground``: one model in memory answers by the weights of each checkpoint, and of the run's start."""
 
+import asyncio
 import io
 import json
 import os
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import anyio.from_thread
@@ -19,6 +21,7 @@ from starlette.testclient import TestClient
 from sfumato.cli import main
 from sfumato.studio.app import Studio, build_app
 from sfumato.studio.control import Control
+from sfumato.studio.model_process import PlaygroundProcess
 from sfumato.studio.thumbnails import Thumbnails
 from tests.studio_runs import HOST, TOKEN
 from tests.tiny import run_task_here, tiny_rl_config, tiny_text_config
@@ -254,6 +257,31 @@ def test_a_page_asks_and_the_model_stays_for_the_next_question(pictures_run, tmp
         (model,) = set(children_of(os.getpid())) - before
         portal.call(control.close)
     assert not is_alive(model) and not control.outputs.exists()
+
+
+def test_memory_is_freed_while_an_answer_is_computed(tmp_path, monkeypatch):
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    (run / "environment.json").write_text('{"run_id": "one"}')
+    (run / "config.yaml").write_text("")
+
+    async def start(reader, outputs, options):
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        return PlaygroundProcess(reader, await asyncio.create_subprocess_exec("sleep", "600", **pipes), {})
+
+    monkeypatch.setattr(PlaygroundProcess, "start", start)
+    studio = Studio(run.parent, Thumbnails(tmp_path / "thumbnails"))
+    control = Control(studio.runs, True)
+    client = TestClient(build_app(studio, TOKEN, more=control.routes()), base_url=HOST)
+    with anyio.from_thread.start_blocking_portal() as portal, ThreadPoolExecutor(1) as threads:
+        client.portal = portal
+        client.get("/", params={"token": TOKEN})
+        answer = threads.submit(client.post, "/api/playground", json={"run": "run", "prompt": "a"})
+        while control._playground is None and not answer.done():
+            time.sleep(0.01)
+        assert client.post("/api/playground/end", json={}).status_code == 200
+        assert answer.result(10).status_code == 500 and "has ended" in answer.result().text
+        portal.call(control.close)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="prctl is Linux's")

@@ -315,6 +315,8 @@ def test_links_and_long_answers_need_neither_colours_nor_a_mouse(studio):
     assert link.bounding_box()["height"] >= 24  # WCAG 2.2, 2.5.8
     page.goto(f"{studio.base}/#/sample?run=experiments/changed&step=2&kind=eval&id=0")
     page.wait_for_selector(".stage .text[tabindex='0']")
+    page.goto(f"{studio.base}/#/files?run=a")
+    page.wait_for_selector("#log[tabindex='0'] ~ #config[tabindex='0']")
     page.context.close()
 
 

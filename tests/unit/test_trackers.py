@@ -170,6 +170,13 @@ def test_tensorboard_has_every_value_of_a_step_but_those_that_are_none(tmp_path)
     assert steps == [1, 3], "one event for each step"
 
 
+def test_a_run_goes_on_without_tensorboard_where_it_cannot_write(tmp_path):
+    (tmp_path / "tensorboard").write_text("")  # as on a full disk, its folder cannot be made
+    said = []
+    assert build_trackers(["tensorboard"], tmp_path, say=said.append) == []
+    assert "tracker tensorboard failed" in said[0] and "the run goes on" in said[0]
+
+
 def test_tensorboard_refuses_images_of_another_layout(tmp_path):
     (tracker,) = build_trackers(["tensorboard"], tmp_path)
     for images in (np.zeros((2, 3, 8, 8), np.uint8), np.zeros((2, 8, 8, 3), np.float32), np.zeros((8, 8, 3), np.uint8)):

@@ -83,7 +83,7 @@ function playground(run) {
       const [answer] = result.answers;
       if (asked.messages && answer && answer.text !== undefined) {
         messages = [...asked.messages, {role: "assistant", content: answer.text}];
-        prompt.value = "";
+        if (prompt.value === asked.messages.at(-1).content) prompt.value = "";  // what was typed meanwhile stays
       }
       fill(said, messages.map((message) => h("p", {class: "text"}, h("b", {}, `${message.role}: `), message.content)));
       if (result.memory) memory.textContent = `The model's process takes ${size(result.memory.process_mib * 2 ** 20)} of memory` +
@@ -99,7 +99,7 @@ function playground(run) {
     fill(said);
     withBase.disabled = goesOn.checked;
   };
-  const free = h("button", {type: "button", title: "ends the process that holds the model", onclick: () =>
+  const free = h("button", {type: "button", title: "ends the process that holds the model, and an answer that it is computing", onclick: () =>
     post("/api/playground/end", {}).then(() => { memory.textContent = "The model's memory is free."; }, (error) => toast(error.message, true))}, "free memory");
   const section = h("section", {id: "playground"}, h("h2", {}, "Playground"), said, prompt,
     h("div", {class: "tools", style: {"margin-top": "8px"}}, checkpoint, h("label", {title: "the model that the run started from answers, too"}, withBase, " base beside it"),

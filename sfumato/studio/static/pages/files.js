@@ -6,7 +6,7 @@ import {fill, h} from "../dom.js";
 export async function show(view, parameters) {
   const run = parameters.get("run");
   const {config, facts} = await get("/api/files", {run});
-  const log = h("pre", {id: "log"});
+  const log = h("pre", {id: "log", tabindex: 0});
   let first = 0;
   const earlier = h("button", {type: "button", onclick: async () => {
     const part = await get("/api/log", {run, before: first});
@@ -15,7 +15,7 @@ export async function show(view, parameters) {
     earlier.disabled = first === 0;
   }}, "earlier lines");
   fill(view, h("h2", {}, "Log"), h("p", {class: "tools"}, earlier), log,
-    h("h2", {}, "Configuration"), h("pre", {id: "config"}, config || "no config.yaml"),
+    h("h2", {}, "Configuration"), h("pre", {id: "config", tabindex: 0}, config || "no config.yaml"),
     h("h2", {}, "Environment"), h("dl", {class: "facts"}, facts.map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])));
 
   let seen = null;

@@ -147,7 +147,7 @@ function tokens(row) {
     return h("span", {class: row.clipped?.[index] ? "clipped" : "", title,
       style: share ? {background: `color-mix(in srgb, var(--${value > 0 ? "good" : "bad"}) ${share}%, transparent)`} : {}}, piece);
   });
-  return [h("div", {class: "tokens"}, spans),
+  return [h("div", {class: "tokens", tabindex: 0}, spans),
     h("p", {class: "note"}, ratios.length ? "Green: likelier than when it was drawn; red: less likely; underlined: clipped. " : "",
       row.cut ? `${row.cut} more tokens are not kept. ` : "", row.finish_reason ? `Ended by: ${row.finish_reason}.` : "")];
 }
