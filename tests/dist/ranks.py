@@ -127,7 +127,8 @@ def _share_one_loop() -> None:
     device = dist.ProcessGroupGloo.create_default_device(lazy_init=is_lazy)
 
     class SharedGloo(dist.ProcessGroupGloo):
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = None) -> None:
+        # torch 2.15 passes more
+        def __init__(self, store: dist.Store, rank: int, size: int, timeout: Any = None, **_: Any) -> None:
             options = dist.ProcessGroupGloo._Options()
             options._devices, options._threads = [device], 2
             if timeout is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import logging
 import os
@@ -145,7 +146,7 @@ def test_metrics_are_what_was_computed_and_timings_what_it_took(tmp_path: Path) 
     assert first["memory/process_peak_mib"] > 10
     assert "time/update_s" not in read_jsonl(tmp_path / "run" / "timings.jsonl")[1], "times belong to their step"
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert environment["packages"]["torch"] == torch.__version__
+    assert environment["packages"]["torch"] == importlib.metadata.version("torch")
     assert list((tmp_path / "run" / "tensorboard").iterdir())
 
 

@@ -6,6 +6,7 @@ modules that draw are called within ``generate``; here the same modules are call
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -13,8 +14,13 @@ from torch import Tensor
 from transformers import Emu3ForConditionalGeneration, JanusForConditionalGeneration
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from sfumato.models.language.row_cache import cache_argument
+
 if TYPE_CHECKING:
     from transformers import Cache
+
+CACHE = cache_argument(inspect.signature(Emu3ForConditionalGeneration.forward).parameters) or "cache"
+"""What this version of transformers calls the cache that a model is given."""
 
 IMPOSSIBLE = -1e9
 """Logit of a token that cannot follow. Its probability is 0; unlike -inf it gives no NaN when it is multiplied by 0."""
@@ -36,19 +42,19 @@ class Emu3OfCodes(Emu3ForConditionalGeneration):
         input_ids: torch.LongTensor,
         attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **options: Any,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, K, V]`` of tokens int64 ``[B, T]``; arguments as in transformers."""
+        options |= {} if cache is None else {CACHE: cache}
         output = cast(
             "CausalLMOutputWithPast",
             super().forward(
                 input_ids=input_ids,
                 attention_mask=attention_mask,
                 position_ids=position_ids,
-                past_key_values=past_key_values,
                 use_cache=use_cache,
                 logits_to_keep=logits_to_keep,
                 **options,
@@ -86,12 +92,13 @@ class JanusOfCodes(JanusForConditionalGeneration):
         pixel_values: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         **options: object,
     ) -> CausalLMOutputWithPast:
         """Logits ``[B, K, V + C]`` of tokens and codes int64 ``[B, T]``; arguments as in transformers."""
+        options |= {} if cache is None else {CACHE: cache}
         size = self.lm_head.out_features
         is_code = input_ids >= size
         # Both embeddings are computed for all tokens, with id 0 in the places of the other kind.
@@ -108,7 +115,6 @@ class JanusOfCodes(JanusForConditionalGeneration):
             inputs_embeds=embeds,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             use_cache=use_cache,
             **options,
         )
@@ -123,9 +129,7 @@ class JanusOfCodes(JanusForConditionalGeneration):
             is_last[:, columns, None], text_logits.new_full((), IMPOSSIBLE) * ~certain, text_logits
         )
         code_logits = self.model.generation_head(hidden).masked_fill(~draws, IMPOSSIBLE)
-        return CausalLMOutputWithPast(
-            logits=torch.cat([text_logits, code_logits], dim=-1), past_key_values=output.past_key_values
-        )
+        return CausalLMOutputWithPast(logits=cast("torch.FloatTensor", torch.cat([text_logits, code_logits], dim=-1)))
 
 
 def _run_lengths(mask: Tensor) -> Tensor:

@@ -192,8 +192,8 @@ class Rescored:
             raise WeightSyncError(
                 f"version {self.sent.version}: the log-probs of fixed tokens in the sampler's engine and in the actor: "
                 f"they {problem}: the engine does not have the weights that were sent. Look at how it fuses, casts or "
-                "quantises them, whether both were built from one model, and whether it keeps values of the weights "
-                "before"
+                "quantises them, whether both were built from one model, whether another run has sent it weights since "
+                "it was started, and whether it keeps values of the weights before"
             )
         self.scores = scores
 
