@@ -228,18 +228,18 @@ def test_files_are_small_enough_to_be_read():
 
 
 MOST_LINES = {
-    "rl_diffusion": 30_050,
+    "rl_diffusion": 30_100,
     "rl_diffusion_direct": 29_150,
     "rl_diffusion_forward": 29_600,
     "rl_text": 29_750,
-    "train_autoencoder": 21_550,
+    "train_autoencoder": 21_600,
     "train_dit": 24_700,
     "train_dit_dpo": 26_000,
-    "train_image_tokenizer": 27_550,
-    "train_omni": 37_900,
+    "train_image_tokenizer": 27_600,
+    "train_omni": 37_950,
     "train_text": 28_200,
     "train_text_dpo": 27_950,
-    "train_text_kto": 28_100,
+    "train_text_kto": 28_150,
     "train_text_reward": 27_650,
 }
 """Lines of the library and the task that importing a task may load: what every run of it needs. What a run may switch

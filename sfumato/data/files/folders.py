@@ -298,13 +298,26 @@ def _check_shards(files: list[Path], folder: Path, option: str) -> list[str]:
     """Notes about tables of which files are missing.
 
     Raises DataError for files of two tables of one name: of one that was written again in another number of files, as
-    datasets leaves those of the first behind, the rows would count double.
+    datasets leaves those of the first behind, the rows would count double. So they would of several splits of one kind,
+    such as train_sft and train_prefs of UltraFeedback, or train and train_1M of OpenMathInstruct-2.
     """
     tables: dict[tuple[Path, str, str], list[tuple[int, int, Path]]] = {}
     for file in files:
         if match := SHARD.match(file.name):
             shard = (int(match["total"]), int(match["number"]), file)
             tables.setdefault((file.parent, match["before"], data_ending(file)), []).append(shard)
+    splits: dict[Path, dict[str, Path]] = {}
+    for (parent, before, _), shards in tables.items():
+        if split_of(Path(before)) is not None:
+            splits.setdefault(parent, {})[before] = shards[0][2]
+    for parent, files_by_split in splits.items():
+        if len(files_by_split) > 1:
+            before, file = min(files_by_split.items())
+            names = ", ".join(name.strip("-_.") for name in sorted(files_by_split))
+            raise DataError(
+                f"{option}: {parent} holds the splits {names}, which may have the same rows: name those to read, as "
+                f"{parent / before}*{file.suffix}, with commas between several"
+            )
     notes = []
     for shards in tables.values():
         total, _, first = min(shards)
