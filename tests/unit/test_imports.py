@@ -234,7 +234,7 @@ MOST_LINES = {
     "rl_text": 29_750,
     "train_autoencoder": 21_600,
     "train_dit": 24_700,
-    "train_dit_dpo": 26_000,
+    "train_dit_dpo": 26_050,
     "train_image_tokenizer": 27_600,
     "train_omni": 37_950,
     "train_text": 28_200,

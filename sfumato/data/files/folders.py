@@ -306,17 +306,18 @@ def _check_shards(files: list[Path], folder: Path, option: str) -> list[str]:
         if match := SHARD.match(file.name):
             shard = (int(match["total"]), int(match["number"]), file)
             tables.setdefault((file.parent, match["before"], data_ending(file)), []).append(shard)
-    splits: dict[Path, dict[str, Path]] = {}
+    splits: dict[Path, dict[Path, str]] = {}  # by the folder that they lie in: what their names begin with, a pattern
     for (parent, before, _), shards in tables.items():
-        if split_of(Path(before)) is not None:
-            splits.setdefault(parent, {})[before] = shards[0][2]
-    for parent, files_by_split in splits.items():
-        if len(files_by_split) > 1:
-            before, file = min(files_by_split.items())
-            names = ", ".join(name.strip("-_.") for name in sorted(files_by_split))
+        in_name = split_of(Path(before)) is not None
+        place = parent / before if in_name else parent
+        if split_of(Path(place.name)) is not None:
+            splits.setdefault(place.parent, {})[place] = f"{place}*{shards[0][2].suffix}" if in_name else str(place)
+    for parent, patterns in splits.items():
+        if len(patterns) > 1:
+            names = ", ".join(place.name.strip("-_.") for place in sorted(patterns))
             raise DataError(
                 f"{option}: {parent} holds the splits {names}, which may have the same rows: name those to read, as "
-                f"{parent / before}*{file.suffix}, with commas between several"
+                f"{min(patterns.values())}, with commas between several"
             )
     notes = []
     for shards in tables.values():
