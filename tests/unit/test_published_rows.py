@@ -141,6 +141,19 @@ def test_a_table_that_was_written_twice_into_a_folder_is_refused(tmp_path, names
         find_files(tmp_path, "data.train_path")
 
 
+@pytest.mark.parametrize("file", ["{}-00000-of-00001.parquet", "{}/data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("names", [["train_gen", "train_sft", "test_sft"], ["train", "train_1M"]])
+def test_several_splits_of_one_kind_are_refused_until_they_are_named(tmp_path, names, file):
+    for path in (tmp_path / file.format(name) for name in names):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    with pytest.raises(DataError, match=f"splits {names[0]}, {names[1]}, which may have the same rows.* as ") as error:
+        find_files(tmp_path, "data.x")
+    pattern = str(error.value).split(" as ")[-1].split(",")[0]
+    assert find_files(pattern, "data.x") == [tmp_path / file.format(names[0])]
+    assert len(find_files(str(tmp_path / file.format("train*")), "data.x")) == 2
+
+
 def test_files_that_a_table_lacks_are_said(tmp_path):
     (tmp_path / "en").mkdir()
     for name in ("train-00001-of-00003.parquet", "train-00002-of-00003.parquet", "en/train-00000-of-00001.parquet"):

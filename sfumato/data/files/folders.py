@@ -298,13 +298,27 @@ def _check_shards(files: list[Path], folder: Path, option: str) -> list[str]:
     """Notes about tables of which files are missing.
 
     Raises DataError for files of two tables of one name: of one that was written again in another number of files, as
-    datasets leaves those of the first behind, the rows would count double.
+    datasets leaves those of the first behind, the rows would count double. So they would of several splits of one kind,
+    such as train_sft and train_prefs of UltraFeedback, or train and train_1M of OpenMathInstruct-2.
     """
     tables: dict[tuple[Path, str, str], list[tuple[int, int, Path]]] = {}
     for file in files:
         if match := SHARD.match(file.name):
             shard = (int(match["total"]), int(match["number"]), file)
             tables.setdefault((file.parent, match["before"], data_ending(file)), []).append(shard)
+    splits: dict[Path, dict[Path, str]] = {}  # by the folder that they lie in: what their names begin with, a pattern
+    for (parent, before, _), shards in tables.items():
+        in_name = split_of(Path(before)) is not None
+        place = parent / before if in_name else parent
+        if split_of(Path(place.name)) is not None:
+            splits.setdefault(place.parent, {})[place] = f"{place}*{shards[0][2].suffix}" if in_name else str(place)
+    for parent, patterns in splits.items():
+        if len(patterns) > 1:
+            names = ", ".join(place.name.strip("-_.") for place in sorted(patterns))
+            raise DataError(
+                f"{option}: {parent} holds the splits {names}, which may have the same rows: name those to read, as "
+                f"{min(patterns.values())}, with commas between several"
+            )
     notes = []
     for shards in tables.values():
         total, _, first = min(shards)

@@ -144,8 +144,8 @@ def read_row_options(row: Mapping[str, object], variables: set[str], where: str)
     options = {name: value for name, value in options.items() if value not in (None, "", [], {})}
     if unknown := sorted(map(str, options.keys() - variables)):
         raise DataError(
-            f"{where}: column {ROW_OPTIONS!r}: the chat template has no variable {unknown[0]!r}; its variables are "
-            f"{', '.join(sorted(variables)) or 'none'}"
+            f"{where}: column {ROW_OPTIONS!r}: the chat template has no variable {unknown[0]!r}, but "
+            f"{', '.join(sorted(variables)) or 'none'}: leave it out, or take a template that reads it"
         )
     return options
 
