@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from PIL import Image
 
 from sfumato.config.load import load_config
@@ -14,6 +15,7 @@ from sfumato.data.media.image_answers import DrawingReader, ImageText
 from sfumato.errors import ConfigError, DataError
 from sfumato.models.omni.image_tokenizer import ImageTokenizer, VqModel, build_vq_model
 from sfumato.models.omni.load import build_omni_model, load_part
+from tests.pretended_device import DEVICE, pretend_device
 from tests.tiny import ROOT
 from tests.tiny_omni import tiny_image_tokenizer, tiny_omni_config
 
@@ -57,6 +59,16 @@ def test_a_vq_model_whose_decoder_looks_codes_up_gives_the_same_images(tmp_path:
     images = [ImageTokenizer(model, tmp_path).decode([[0, 1, 2, 3]]) for model in (plain, looking_up)]
     assert (images[0] == images[1]).all()
     VqModel(looking_up).set_size(8, 8)  # decodes, too
+
+
+def test_a_codebook_begins_among_latents_of_a_device() -> None:
+    vq = VqModel(build_vq_model(PartConfig(config_path=str(ROOT / "configs/tiny/vq.yaml"))))
+    images = torch.arange(2 * 3 * 16 * 24, dtype=torch.uint8).view(2, 3, 16, 24)
+    with pretend_device():
+        vq.trained.to(DEVICE)
+        vq.start_codebook(images.to(DEVICE) / 127.5 - 1, seed=0)
+        pairs, num_used = vq.reconstruct(images)
+    assert pairs.shape == (2, 16, 48, 3) and num_used > 1
 
 
 def test_pixels_are_normalised_as_the_folder_of_the_encoder_says(tmp_path: Path) -> None:

@@ -130,7 +130,7 @@ class VqModel:
 
         With a codebook far away from all latents a single code would be the nearest of all of them.
         """
-        latents = self.latents(pixels).permute(0, 2, 3, 1).flatten(0, 2)
+        latents = self.latents(pixels).permute(0, 2, 3, 1).flatten(0, 2).cpu()  # what is drawn is drawn there, too
         codebook = self.codebook.weight
         generator = torch.Generator().manual_seed(seed)
         order = torch.randperm(len(latents), generator=generator)
