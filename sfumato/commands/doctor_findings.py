@@ -319,7 +319,6 @@ def _shared_folder(folder: Path) -> Finding:
     host = socket.gethostname()
     now = time.time()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         remove(folder / f"{SIGN}{host}")
         with open_new(folder / f"{SIGN}{host}") as file:
             file.write(str(now).encode())
@@ -329,9 +328,9 @@ def _shared_folder(folder: Path) -> Finding:
             (folder / f"{SIGN}{name}").unlink(missing_ok=True)
             del signs[name]
     except OSError as error:
-        return Finding(
-            "storage", "folder", "broken", f"{folder}: {error.strerror}", "take one that can be written", True
-        )
+        # a folder that is missing is not made: the shared disk that it lies on may not be mounted here
+        remedy = "take one that can be written, and that is on every machine"
+        return Finding("storage", "folder", "broken", f"{folder}: {error.strerror}", remedy, True)
     kind = _file_system(folder.resolve())
     is_local = kind in LOCAL_FILE_SYSTEMS
     detail = f"{folder} on {kind}{', a disk of this machine' if is_local else ''}; seen from {', '.join(sorted(signs))}"

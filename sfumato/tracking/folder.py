@@ -33,6 +33,7 @@ from sfumato.errors import ConfigError, FolderError
 from sfumato.parallel.finite import list_first
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import (
+    MANIFEST,
     flush,
     list_checkpoints,
     read_mapping,
@@ -180,10 +181,12 @@ def _today(_output_dir: str) -> datetime.date:
 
 
 def describe_absent_checkpoint(config: Section) -> str:
-    """That the checkpoint which ``train.load_checkpoint_path`` names does not exist; empty where it does."""
+    """Why ``train.load_checkpoint_path`` names no finished checkpoint; empty where it does, or names none."""
     wanted = config.train.load_checkpoint_path  # type: ignore[attr-defined]
-    is_absent = wanted not in (None, "auto", "new") and not Path(wanted).is_dir()
-    return f"train.load_checkpoint_path: {wanted} does not exist" if is_absent else ""
+    if wanted in (None, "auto", "new") or (Path(wanted) / MANIFEST).is_file():
+        return ""
+    problem = f"has no {MANIFEST}: not a finished checkpoint" if Path(wanted).exists() else "does not exist"
+    return f"train.load_checkpoint_path: {wanted} {problem}"
 
 
 class StartPlan:
@@ -328,8 +331,15 @@ class StartPlan:
         return f". To go on from its step {standing.newest} with these settings: {command}" if command else ""
 
     def _check_move(self) -> None:
-        """Raises FolderError when moving the folder aside would move files that this run needs."""
+        """Raises FolderError when moving the folder aside would move other runs, or files that this run needs."""
         root = self.path.resolve()
+        inner = [path.parent for level in ("*", "*/*") for path in root.glob(f"{level}/{ENVIRONMENT}")]
+        if runs := sorted(str(folder.relative_to(root)) for folder in inner if (folder / "config.yaml").is_file()):
+            raise FolderError(
+                f"{self.path} holds an earlier run, which would be moved aside, and in folders of their own other runs "
+                f"({list_first(runs)}), which would be moved with it: give this run a folder of its own, "
+                f"--train.output_dir {self._other_name()}"
+            )
         for name, path in self._configured_paths():
             if name != "data.cache_dir" and path.resolve().is_relative_to(root):
                 raise FolderError(

@@ -333,7 +333,7 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
 def _held_error(folder: Path, holder: Owner | None) -> FolderError:
     return FolderError(
         f"{folder} is in use by another run ({holder or 'another process'}): wait for it to end or stop it, or give "
-        "another train.output_dir"
+        f"another train.output_dir. If this is a copy of that run's folder, remove {NAME} from it"
     )
 
 

@@ -145,6 +145,8 @@ def test_a_folder_tells_which_machines_have_seen_it(tmp_path: Path, monkeypatch:
         monkeypatch.setattr(doctor.socket, "gethostname", lambda: host)
         return doctor._shared_folder(folder)
 
+    assert found_on("alfa").state == "broken" and not folder.exists(), "its disk may not be mounted here"
+    folder.mkdir()
     assert found_on("alfa").detail.endswith("; seen from alfa")
     assert found_on("bravo").detail.endswith("; seen from alfa, bravo")
     os.utime(folder / ".seen-by-alfa", (0, 0))

@@ -89,7 +89,7 @@ def test_a_living_holder_is_named(tmp_path: Path, holder: subprocess.Popen[str])
     with pytest.raises(FolderError) as caught:
         lock_folder(tmp_path / "run", print)
     text = str(caught.value)
-    for part in (str(tmp_path / "run"), f"process {holder.pid} on ", "since ", "train.output_dir"):
+    for part in (str(tmp_path / "run"), f"process {holder.pid} on ", "since ", "train.output_dir", f"remove {NAME}"):
         assert part in text
     assert "\n" not in text and caught.value.exit_code == 2
     assert names(tmp_path / "run") == [NAME] and (tmp_path / "run" / NAME).read_bytes() == before

@@ -19,7 +19,7 @@ import torch
 from sfumato.config.diffusion_rl import TrajectoryRLConfig
 from sfumato.config.dit import TrainDitConfig
 from sfumato.config.load import load_config
-from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError, RoleLostError, StoppedError
+from sfumato.errors import CheckpointError, FolderError, NonFiniteError, PreemptedError, RoleLostError, StoppedError
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.alerts import Alert
@@ -27,6 +27,7 @@ from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.exit import Ending, ending_of
 from sfumato.tracking.folder import read_environment
 from sfumato.tracking.json_lines import read_jsonl
+from sfumato.tracking.lock import NAME
 from sfumato.tracking.progress import quiet_other_bars
 from sfumato.tracking.run import Run, start_run
 from sfumato.tracking.task import after_requeue, report_ending, run_again_when_lost
@@ -53,6 +54,8 @@ def start(tmp_path: Path, **train: object) -> Run:
 def test_a_checkpoint_that_does_not_exist_is_named_before_there_is_a_folder(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         start(tmp_path, load_checkpoint_path=str(tmp_path / "nowhere"))
+    with pytest.raises(CheckpointError, match=r"has no manifest.json: not a finished checkpoint"):
+        start(tmp_path, load_checkpoint_path=str(tmp_path))
     assert not (tmp_path / "run").exists()
 
 
@@ -93,6 +96,17 @@ def test_earlier_runs_are_kept_under_numbers(tmp_path: Path) -> None:
         run.close()
     losses = {name: read_jsonl(tmp_path / name / "metrics.jsonl")[0]["loss"] for name in ("run.1", "run.2", "run")}
     assert losses == {"run.1": 0.0, "run.2": 1.0, "run": 2.0}
+
+
+def test_a_folder_of_runs_is_not_moved_aside(tmp_path: Path) -> None:
+    for folder in (tmp_path / "run", tmp_path / "run" / "series" / "a"):
+        run = start(tmp_path, output_dir=str(folder))
+        run.begin(10, 0, [])
+        run.log(1, {"loss": 1.0}, show={})
+        run.close()
+    with pytest.raises(FolderError, match=r"other runs \(series/a\), which would be moved with it"):
+        start(tmp_path)
+    assert not (tmp_path / "run" / NAME).exists()
 
 
 def test_a_run_that_ends_early_reports_the_steps_that_it_made_and_why(tmp_path: Path) -> None:
@@ -166,6 +180,7 @@ def test_a_resume_says_which_settings_are_others(tmp_path: Path, elsewhere: bool
     if elsewhere:
         checkpoint = tmp_path / "run/checkpoints/global_step_1"
         checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
         wanted = {"load_checkpoint_path": str(checkpoint), "output_dir": str(tmp_path / "fork")}
     log = tmp_path / ("fork" if elsewhere else "run") / "log.txt"
     run = start(tmp_path, **wanted, betas=(0.8, 0.99))
@@ -216,6 +231,7 @@ def test_what_a_run_goes_back_behind_is_not_gone_on_from(
     for folder in ("copy/global_step_1", *(f"run/checkpoints/global_step_{step}" for step in present)):
         (tmp_path / folder).mkdir(parents=True)
         (tmp_path / folder / "state.json").write_text(values)
+        (tmp_path / folder / "manifest.json").write_text("{}")
     named = tmp_path / ("run/checkpoints" if 1 in present else "copy") / "global_step_1"
     run = start(tmp_path, load_checkpoint_path=str(named), output_dir=str(tmp_path / output_dir))
     run.begin(10, 1, [])  # and is killed before it saves
