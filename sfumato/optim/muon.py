@@ -134,21 +134,21 @@ class Muon(torch.optim.AdamW):
         shapes: list[torch.Size] = []
         mine: Tensor | None = None
         for owner, parameter in enumerate(parameters):
-            gathered = sharers.gather(self._direction(parameter), parameter)
+            gathered = sharers.gather(self._nesterov_direction(parameter), parameter)
             shapes.append(gathered.shape)
             if owner == sharers.rank:
-                mine = orthogonalise(gathered.to(self._dtype(gathered)))
+                mine = orthogonalise(gathered.to(self._matrix_dtype(gathered)))
         for owner, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
             shard = local_shard(parameter)
             is_mine = owner == sharers.rank
             # The last matrices of a group may be fewer than the ranks; ranks beyond them only receive.
-            update = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
+            update = mine if is_mine else torch.empty(shape, dtype=self._matrix_dtype(shard), device=shard.device)
             update = _shard(sharers.send(cast(Tensor, update), owner), parameter)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             # An orthogonal matrix has elements of RMS sqrt(1 / max(rows, cols)); AdamW's updates are of RMS 0.2 to 0.4.
             shard.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
 
-    def _direction(self, parameter: nn.Parameter) -> Tensor:
+    def _nesterov_direction(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of the momentum one step ahead (Nesterov)."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
@@ -158,7 +158,7 @@ class Muon(torch.optim.AdamW):
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
-    def _dtype(self, like: Tensor) -> torch.dtype:
+    def _matrix_dtype(self, like: Tensor) -> torch.dtype:
         return self.compute_dtype or (torch.bfloat16 if like.is_cuda else torch.float32)
 
 

@@ -361,11 +361,11 @@ class Experts(Local):
     """
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        args = tuple(self._enter(value) for value in args)
-        kwargs = {name: self._enter(value) for name, value in kwargs.items()}
+        args = tuple(self._enter_experts(value) for value in args)
+        kwargs = {name: self._enter_experts(value) for name, value in kwargs.items()}
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
-    def _enter(self, value: object) -> object:
+    def _enter_experts(self, value: object) -> object:
         if isinstance(value, Tensor) and value.is_floating_point():
             return copy(value, self.tp_ranks)
         return value

@@ -72,7 +72,7 @@ class RoleMemory:
         self.module = module
         self.optimizer = optimizer
         self.device = torch.device(device)
-        self._parts: dict[str, Callable[[], Iterable[torch.Tensor]]] = {PARAMETERS: self._weights}
+        self._parts: dict[str, Callable[[], Iterable[torch.Tensor]]] = {PARAMETERS: self._iterate_weights}
         if optimizer is not None:
             self._parts[OPTIMIZER] = lambda: _state_tensors(optimizer)
         self._parts |= others or {}
@@ -144,7 +144,7 @@ class RoleMemory:
         freed = 0
         for name, away in copies.items():
             self._away[name] = away
-            self._guards[name] = self._guard(name)
+            self._guards[name] = self._guard_hooks(name)
             for part in away:
                 freed += part.storage.nbytes()
                 part.storage.resize_(0)
@@ -179,11 +179,11 @@ class RoleMemory:
             self._away.pop(name, None)
         return brought
 
-    def _weights(self) -> Iterator[torch.Tensor]:
+    def _iterate_weights(self) -> Iterator[torch.Tensor]:
         yield from all_parameters(self.module).values()
         yield from self.module.buffers()
 
-    def _guard(self, name: str) -> list[RemovableHandle]:
+    def _guard_hooks(self, name: str) -> list[RemovableHandle]:
         """Registers hooks that raise OffloadedError before a pass, a step or a save could read empty storages, which
         would crash the process or give wrong results."""
 

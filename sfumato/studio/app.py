@@ -252,7 +252,7 @@ class Studio:
         if width not in WIDTHS:
             raise RefusedRequestError(400, f"width must be one of {', '.join(map(str, WIDTHS))}")
         try:
-            content = self.thumbnails.get(self._path(request), width)
+            content = self.thumbnails.get(self._sample_path(request), width)
         except BrokenPictureError as error:
             return refuse_request(404, str(error))
         return Response(content, media_type="image/webp", headers={"cache-control": FOR_EVER})
@@ -260,14 +260,14 @@ class Studio:
     def spectrum(self, request: Request) -> Response:
         """A picture of the spectrum of a sound."""
         try:
-            content = draw_spectrum(self._path(request))
+            content = draw_spectrum(self._sample_path(request))
         except BrokenPictureError as error:
             return refuse_request(404, str(error))
         return Response(content, media_type="image/png", headers={"cache-control": FOR_EVER})
 
     def file(self, request: Request) -> Response:
         """A picture, an animation or a sound as the run has written it; a part of it where the browser asks for one."""
-        path = self._path(request)
+        path = self._sample_path(request)
         media_type = MEDIA_TYPES.get(path.suffix)
         if media_type is None:
             raise RefusedRequestError(404, "files of this kind are not sent")
@@ -285,7 +285,7 @@ class Studio:
     def _run(self, request: Request) -> RunReader:
         return find_run(self.runs, text_parameter(request, "run"))
 
-    def _path(self, request: Request) -> Path:
+    def _sample_path(self, request: Request) -> Path:
         """The file of a sample: one that the rows of its step name."""
         step = number_parameter(request, "step")
         name = text_parameter(request, "file")

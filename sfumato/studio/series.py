@@ -101,16 +101,16 @@ class MetricTable:
         for name, column in columns.items():
             values = column if all(is_counted) else tuple(itertools.compress(column, is_counted))
             if set(map(type, values)) == {float}:
-                self._extend(name, steps, values)
+                self._extend_series(name, steps, values)
                 continue
             numbers = {
                 step: math.nan if value is None else float(value)
                 for step, value in zip(steps, values, strict=True)
                 if value is None or is_number(value)
             }
-            self._extend(name, array("d", numbers), tuple(numbers.values()))
+            self._extend_series(name, array("d", numbers), tuple(numbers.values()))
 
-    def _extend(self, name: str, steps: array[float], values: Sequence[float]) -> None:
+    def _extend_series(self, name: str, steps: array[float], values: Sequence[float]) -> None:
         if not steps:
             return
         curve = self.curves.get(name)

@@ -253,7 +253,7 @@ class RunFolder:
             for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
                 self._say(line)
         date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
-        environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
+        environment_file = {**environment, **self._identity_entries(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, environment_file)
 
@@ -301,7 +301,7 @@ class RunFolder:
         for line in finished_lines(self.path, task, total_steps, self._other_name()):
             self._say(line)
 
-    def _identity(self, from_step: int) -> dict[str, object]:
+    def _identity_entries(self, from_step: int) -> dict[str, object]:
         """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
 
         A resumed run keeps both.
@@ -368,7 +368,7 @@ class RunFolder:
     def _check_move(self) -> None:
         """Raises FolderError when moving the folder aside would move files that this run needs."""
         root = self.path.resolve()
-        for name, path in self._paths():
+        for name, path in self._configured_paths():
             if name != "data.cache_dir" and path.resolve().is_relative_to(root):
                 raise FolderError(
                     f"{name} {path} lies in {self.path}, where an earlier run stands that would be moved aside: give "
@@ -380,7 +380,7 @@ class RunFolder:
                 "be moved aside: give another train.output_dir"
             )
 
-    def _paths(self) -> Iterator[tuple[str, Path]]:
+    def _configured_paths(self) -> Iterator[tuple[str, Path]]:
         """Existing files and folders that the configuration names, with the names of the fields."""
         for name, value in flatten(self._config.model_dump(mode="json")).items():
             if name == "train.output_dir":
@@ -396,7 +396,11 @@ class RunFolder:
         root = self.path.resolve()
         moved_folder = self._kept_name()
         caches = {Path(cache) for cache in CACHES}
-        caches |= {path.resolve().relative_to(root) for _, path in self._paths() if path.resolve().is_relative_to(root)}
+        caches |= {
+            path.resolve().relative_to(root)
+            for _, path in self._configured_paths()
+            if path.resolve().is_relative_to(root)
+        }
         self.lock.move_folder(root.with_name(moved_folder.name))
         for cache in caches:
             if (moved_folder / cache).exists():

@@ -169,10 +169,10 @@ class FolderLock:
     def _begin_to_beat(self) -> None:
         """Starts the thread that renews the lock."""
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=NAME, daemon=True)
+        self._thread = threading.Thread(target=self._renew_while_held, name=NAME, daemon=True)
         self._thread.start()
 
-    def _beat(self) -> None:
+    def _renew_while_held(self) -> None:
         """Renews the time of the lock until it is released, while it is this process's."""
         released = self._released
         while not released.wait(HEARTBEAT_S):

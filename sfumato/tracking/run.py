@@ -131,7 +131,7 @@ class Run:
             FolderError: on every rank, when the folder cannot be this run's.
         """
         self.total_steps = total_steps
-        self._claim(total_steps, from_step)
+        self._claim_folder(total_steps, from_step)
         self._enabled = self.mesh.is_first
         self._source_watch = SourceWatch() if self._enabled and self.folder is not None else None
         self._progress = Progress(total_steps, from_step, self.label, enabled=self._enabled)
@@ -152,7 +152,7 @@ class Run:
         self._step_started = time.perf_counter()
         say_unfinished_warmup(self._config, total_steps, self.say)
 
-    def _claim(self, total_steps: int, from_step: int) -> None:
+    def _claim_folder(self, total_steps: int, from_step: int) -> None:
         """Rank 0 takes the folder; every rank raises its FolderError. Then early messages are written to the log."""
         if self._early is None:  # not from start_run
             return

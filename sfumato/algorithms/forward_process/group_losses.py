@@ -135,12 +135,12 @@ class DGPO(ForwardProcessObjective):
             sums = torch.zeros(len(gain), device=gain.device).index_add(0, cells, gain)
             counts = torch.bincount(on_host(cells), minlength=len(gain)).clamp(min=1)
             weight = torch.sigmoid(sums / to_device(counts, gain.device))[cells]
-            clipped = self._clipped(batch, error, advantages)
+            clipped = self._clip_error(batch, error, advantages)
         loss = weight * advantages * torch.where(clipped, error.detach(), error)
         stats = {"dgpo/group_weight": weight.sum(), "dgpo/clipped": clipped.float().sum()}
         return loss, stats
 
-    def _clipped(self, batch: NoisedSamples, error: Tensor, advantages: Tensor) -> Tensor:
+    def _clip_error(self, batch: NoisedSamples, error: Tensor, advantages: Tensor) -> Tensor:
         if self.clip_range is None:
             return torch.zeros_like(advantages, dtype=torch.bool)
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
@@ -175,11 +175,11 @@ class DPO(ForwardProcessObjective):
 
     def implicit_reward(self, batch: NoisedSamples) -> Float[Tensor, "rows"]:
         """beta / 2 (e_ref - e): ``[R]``, with gradients. The loss compares those of winners and losers."""
-        return self.beta * self._gain(batch)
+        return self.beta * self._error_reduction(batch)
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
-        gain = self._gain(batch)
+        gain = self._error_reduction(batch)
         cells = on_host(batch.cells())
         signs = on_host(advantages)
         same = cells[:, None] == cells
@@ -207,5 +207,5 @@ class DPO(ForwardProcessObjective):
         }
         return mean_over_pairs(losses), stats
 
-    def _gain(self, batch: NoisedSamples) -> Tensor:
+    def _error_reduction(self, batch: NoisedSamples) -> Tensor:
         return (batch.error(batch.velocity_of("reference")) - batch.error(batch.velocity)) / 2

@@ -337,7 +337,7 @@ class _Chat:
         for index in trained:
             contents = [content.strip().removeprefix(opening) for content in texts_in(self.messages[index])]
             if not all(is_in_blocks(content, text, blocks) for content in contents):
-                raise self._error(
+                raise self._template_error(
                     index, "the generation blocks of the chat template leave out some of what it says: widen them"
                 )
         self.check_shown(text, {})
@@ -366,7 +366,7 @@ class _Chat:
         answer_blocks = blocks[num_before:]
         problem = find_problem(self.messages[index], _restore_blocks(text, answer_blocks))
         if problem is not None:
-            raise self._error(index, problem)
+            raise self._template_error(index, problem)
         return text, answer_blocks, index + 1
 
     def prefixed_texts(self, trained: list[int]) -> list[Rendered]:
@@ -385,7 +385,7 @@ class _Chat:
         for index in trained:
             if not texts[index].startswith(prompts[index]):
                 opens = opening_of(prompts[index]).strip() == "<think>"
-                raise self._error(
+                raise self._template_error(
                     index,
                     "the chat template does not begin the answer as it does at inference"
                     + (f" with data.chat_template_options {self.owner.options}" if self.owner.options else "")
@@ -416,7 +416,9 @@ class _Chat:
         Raises DataError when the template refuses a message.
         """
         if count == 0:
-            raise self._error(0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0")
+            raise self._template_error(
+                0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0"
+            )
         return self._render_checked(lambda: self.apply(count, prompt), count)
 
     def apply(self, count: int, prompt: bool = False) -> str:
@@ -458,25 +460,27 @@ class _Chat:
                 break
             else:
                 num_accepted = 0
-            raise self._error(num_accepted, f"the chat template refuses it: {error}") from error
+            raise self._template_error(num_accepted, f"the chat template refuses it: {error}") from error
 
     def check_shown(self, text: str, answers: dict[int, str]) -> None:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
         for index, message in enumerate(self.messages):
             if message["role"] != "assistant":
                 if not shows_message(message, text):
-                    raise self._error(index, "the chat template leaves it out")
+                    raise self._template_error(index, "the chat template leaves it out")
                 if message["role"] == "tool" and (tag := repeated_tag(message, text)):
-                    raise self._error(index, f"begins with {tag}, which the chat template writes, too: remove it")
+                    raise self._template_error(
+                        index, f"begins with {tag}, which the chat template writes, too: remove it"
+                    )
             elif index in answers:
                 problem = find_problem(message, answers[index])
                 if problem is not None:
-                    raise self._error(index, problem)
+                    raise self._template_error(index, problem)
         for name in tool_names(self.tools or []):
             if name not in text:
                 raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}{advise_tool_template()}")
 
-    def _error(self, index: int, problem: str) -> DataError:
+    def _template_error(self, index: int, problem: str) -> DataError:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
 
 

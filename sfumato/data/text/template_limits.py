@@ -181,7 +181,7 @@ class _Folding(NodeTransformer):
         if not isinstance(node, nodes.Expr) or (isinstance(node, nodes.Literal) and not hasattr(node, "items")):
             return node
         try:
-            return nodes.Const(check_size(self._value(node)), lineno=node.lineno)
+            return nodes.Const(check_size(self._fold_value(node)), lineno=node.lineno)
         except TemplateLimitError:
             raise
         except Exception:  # no constant, or it fails, which is reported when it is rendered
@@ -189,7 +189,7 @@ class _Folding(NodeTransformer):
                 raise _budget.refusal from None
             return node
 
-    def _value(self, node: nodes.Expr) -> object:
+    def _fold_value(self, node: nodes.Expr) -> object:
         if isinstance(node, nodes.BinExpr) and node.operator in OPERATORS:
             return OPERATORS[node.operator](node.left.as_const(self._context), node.right.as_const(self._context))
         if isinstance(node, nodes.Concat):
@@ -210,12 +210,12 @@ class _Counting(NodeTransformer):
         # Joined by a filter of ours, since Jinja's own code for ``~`` would make the text before it could be measured.
         return _filter_node(nodes.List(node.nodes, lineno=node.lineno), "_concatenated")
 
-    def _literal(self, node: nodes.Expr) -> nodes.Node:
+    def _fold_literal(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         # A list or tuple that is assigned to is no value.
         return node if getattr(node, "ctx", "load") != "load" else _filter_node(node, "_measured")
 
-    visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
+    visit_List = visit_Tuple = visit_Dict = _fold_literal  # noqa: N815
 
 
 def _filter_node(node: nodes.Expr, name: str) -> nodes.Filter:

@@ -136,9 +136,9 @@ class _RowLayer(CacheLayerMixin):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in this layer; 0 before the first forward pass."""
-        return sum(tensor[0, :, 0].nbytes for tensor in self._tensors())
+        return sum(tensor[0, :, 0].nbytes for tensor in self._allocated_tensors())
 
-    def _tensors(self) -> list[Tensor]:
+    def _allocated_tensors(self) -> list[Tensor]:
         """Keys and values, once they are allocated."""
         if self.keys is None:
             return []
@@ -157,11 +157,13 @@ class _RowLayer(CacheLayerMixin):
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``RowCache.resize``."""
         if self.keys is not None:
-            self.keys, self.values = (_resize_rows(tensor, num_rows, num_columns) for tensor in self._tensors())
+            self.keys, self.values = (
+                _resize_rows(tensor, num_rows, num_columns) for tensor in self._allocated_tensors()
+            )
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
         """See ``RowCache.copy``."""
-        for tensor in self._tensors():
+        for tensor in self._allocated_tensors():
             tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
     def update(
@@ -171,13 +173,13 @@ class _RowLayer(CacheLayerMixin):
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
-        for tensor, states in zip(self._tensors(), (key_states, value_states), strict=True):
+        for tensor, states in zip(self._allocated_tensors(), (key_states, value_states), strict=True):
             # with one token a row, rows and columns are index tensors, which take the dimension of tokens away
             tensor[cache.place] = states[:, :, 0] if states.shape[2] == 1 else states
         if cache.seen is None:
             return key_states, value_states
         rows, width = cache.seen
-        keys, values = self._tensors()
+        keys, values = self._allocated_tensors()
         return keys[rows, :, :width], values[rows, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:

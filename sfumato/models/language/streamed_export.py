@@ -181,14 +181,14 @@ class _Files:
         for file_name, names in split.filename_to_tensors.items():
             file = (folder / file_name).open("wb")
             self._files.append(file)
-            self._begin(file, names)
+            self._write_header(file, names)
         if split.is_sharded:
             total = {"total_parameters": plain.num_parameters(), **split.metadata}
             index = {"metadata": total, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True)
             (folder / "model.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
 
-    def _begin(self, file: BinaryIO, names: list[str]) -> None:
+    def _write_header(self, file: BinaryIO, names: list[str]) -> None:
         """Writes the header of a file: the tensors in the order of safetensors, with the place of each."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0

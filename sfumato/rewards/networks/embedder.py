@@ -69,16 +69,16 @@ class Embedder(Network):
         else:
             pillow = [Image.fromarray(image) for image in images]
             pixels = self.processor(images=pillow, return_tensors="pt").pixel_values
-        return self._embed(pixels)
+        return self._embed_pixels(pixels)
 
     def pixels(self, pixels: torch.Tensor, whole: bool = False) -> torch.Tensor:
         """As ``images`` for float32 pixels ``[B, 3, H, W]`` from 0 to 1, to which gradients flow."""
         if whole:
             size = self.model.config.vision_config.image_size
-            return self._embed(torch.stack([fit_pixels_whole(picture, size) for picture in pixels]))
-        return self._embed(prepare_like(self.processor, pixels))
+            return self._embed_pixels(torch.stack([fit_pixels_whole(picture, size) for picture in pixels]))
+        return self._embed_pixels(prepare_like(self.processor, pixels))
 
-    def _embed(self, prepared: torch.Tensor) -> torch.Tensor:
+    def _embed_pixels(self, prepared: torch.Tensor) -> torch.Tensor:
         embed = self.model if self.model_type == "dinov2" else self.model.get_image_features
         features = embed(pixel_values=prepared.to(self.device, self.dtype)).pooler_output
         return torch.nn.functional.normalize(features.float(), dim=-1)

@@ -61,9 +61,9 @@ class ServerMetrics:
 
     def text(self, queue_length: int) -> str:
         """All of it as GET /metrics shows it."""
-        return "\n".join([*self._lines(queue_length), ""])
+        return "\n".join([*self._render_lines(queue_length), ""])
 
-    def _lines(self, queue_length: int) -> Iterator[str]:
+    def _render_lines(self, queue_length: int) -> Iterator[str]:
         yield "# TYPE sfumato_requests_total counter"
         for status, count in sorted(self.requests.items()):
             yield f'sfumato_requests_total{{status="{status}"}} {count}'

@@ -168,26 +168,26 @@ class Endpoint:
         from starlette.routing import Route
 
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/chat/completions", self._answer_chat, methods=["POST"]),
+            Route("/v1/completions", self._answer_completion, methods=["POST"]),
+            Route("/v1/models", self._list_models, methods=["GET"]),
         ]
         return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse, 404: _refuse_path}))
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
         self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sfumato"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=True)
+    async def _answer_chat(self, request: Request) -> Response:
+        return await self._answer_request(request, is_chat=True)
 
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=False)
+    async def _answer_completion(self, request: Request) -> Response:
+        return await self._answer_request(request, is_chat=False)
 
-    async def _answer(self, request: Request, is_chat: bool) -> Response:
+    async def _answer_request(self, request: Request, is_chat: bool) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 
         session = self._session_of(request)

@@ -125,7 +125,7 @@ class Session:
         points = [
             point for point in self._points if point.tools == tool_key and _extends_earlier(history, point.history)
         ]
-        point = self._longest(points)
+        point = self._longest_point(points)
         try:
             if point is None:
                 check_prompt(messages, "messages")
@@ -158,7 +158,7 @@ class Session:
             points = [
                 point for point in self._points if isinstance(point.history, str) and prompt.startswith(point.history)
             ]
-            point = self._longest(points)
+            point = self._longest_point(points)
             rest = prompt if point is None else prompt[len(cast(str, point.history)) :]
             new_tokens = self.template.encode([rest], is_beginning=point is None)[0] if rest else []
         else:
@@ -168,7 +168,7 @@ class Session:
             points = [
                 point for point in self._points if ids[: point.length] == point.sequence.token_ids[: point.length]
             ]
-            point = self._longest(points)
+            point = self._longest_point(points)
             new_tokens = ids if point is None else ids[point.length :]
         if point is None and not new_tokens:
             raise RefusedCallError("the prompt is empty")
@@ -185,7 +185,7 @@ class Session:
         for task in self.tasks:
             task.cancel()
 
-    def _longest(self, points: list[_Point]) -> _Point | None:
+    def _longest_point(self, points: list[_Point]) -> _Point | None:
         """The point with most tokens; of equally long ones the one at the end of its sequence, which can grow there."""
         return max(points, key=lambda point: (point.length, point.length == len(point.sequence)), default=None)
 

@@ -178,7 +178,7 @@ class TextGenerator:
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
         """Receives the weights of new versions; None where the policy's model does."""
-        self._policy = None if model is None else PolicyEngine(model, self._embedded)
+        self._policy = None if model is None else PolicyEngine(model, self._build_embedded)
         self._is_resting = False
         self.unfinished: UnfinishedRollouts | None = None
         """The groups that finished iterations have left to the next, in the actor, whose checkpoints hold them."""
@@ -193,7 +193,7 @@ class TextGenerator:
 
             self._dumped = DumpedRollouts(config.rollout.load_dump, self.template, config.rollout.temperature)
 
-    def _embedded(self, module: nn.Module) -> Engine:
+    def _build_embedded(self, module: nn.Module) -> Engine:
         """Builds the embedded engine for a module with the policy's weights."""
         assert self._policy is not None
         settings = self.config.rollout.engine
@@ -271,7 +271,7 @@ class TextGenerator:
             RoleLostError: when an engine with weights of its own is lost and cannot be restarted.
         """
         rollout = self.config.rollout
-        engine, sampling, limits = self._ready(weights, version)
+        engine, sampling, limits = self._prepare_engine(weights, version)
 
         async def draw_all() -> list[DrawnText]:
             draws = [
@@ -368,7 +368,7 @@ class TextGenerator:
             self._over_sampling = OverSampling(self.config, prompts, self.mesh)
         places = list(dict.fromkeys(request.group_id for request in requests))
         while True:
-            engine, sampling, limits = self._ready(weights, version)
+            engine, sampling, limits = self._prepare_engine(weights, version)
             try:
                 rollout, samples, after = self._over_sampling.draw(
                     engine, sampling, limits, self.template, version, unfinished, places
@@ -382,7 +382,7 @@ class TextGenerator:
         returns_unfinished = self.config.runtime.backend != "ray" or self.mesh.data_rank == 0
         return rollout, samples, after if returns_unfinished else None
 
-    def _ready(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
+    def _prepare_engine(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
         """The engine for these weights, how it draws, and the limits of answers; arguments as of ``draw``."""
         engine = cast(Engine, self.served if self._policy is None else self._policy.ready(weights, version))
         rollout = self.config.rollout

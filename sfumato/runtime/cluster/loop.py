@@ -305,10 +305,10 @@ class DriverLoop:
             return
         except ray.exceptions.RayError as error:  # pyright: ignore[reportAttributeAccessIssue]
             # Ray could not bring arguments or results, as when the store is full
-            self._answered(part)
+            self._mark_answered(part)
             self._part_ended(future, part, RuntimeError(f"{future.function.name} of role {future.role}: {error}"))
             return
-        self._answered(part)
+        self._mark_answered(part)
         self.count_bytes(future.role, packed_reply)
         reply: Reply = unpack(packed_reply)
         label = future.label
@@ -358,10 +358,10 @@ class DriverLoop:
         if role.works_together and not future.prefetches:
             self.lose(role, role.processes, reason)
             return
-        self._answered(part)
+        self._mark_answered(part)
         self._part_ended(future, part, ValuesLostError(made_by, (), reason))
 
-    def _answered(self, part: CallPart) -> None:
+    def _mark_answered(self, part: CallPart) -> None:
         assert part.reference is not None
         del self._sent[part.reference], part.process.unanswered[part.reference]
         part.reference = None

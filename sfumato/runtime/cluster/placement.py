@@ -218,10 +218,10 @@ class Reserver:
                     return places
             waited = time.monotonic() - started
             can_never_be = planned is None and _plan_on([machine.total for machine in cluster_machines], wanted) is None
-            patience = self.config.call_timeout_s if is_renewal else self._patience(can_never_be)
+            patience = self.config.call_timeout_s if is_renewal else self._seconds_to_wait(can_never_be)
             text = _describe_pools(wanted, cluster_machines)
             if waited > patience:
-                raise ConfigError(f"{text}. {self._remedy(can_never_be)}")
+                raise ConfigError(f"{text}. {self._describe_remedy(can_never_be)}")
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + SAY_AGAIN_S
                 event = "for machines to join" if can_never_be else "until others give some back"
@@ -234,13 +234,13 @@ class Reserver:
         if self.run.stop_requested:
             raise PreemptedError("stopped by signal while processes waited for their places", is_saved=False)
 
-    def _patience(self, can_never_be: bool) -> float:
+    def _seconds_to_wait(self, can_never_be: bool) -> float:
         """Seconds to wait for places; ``can_never_be``: even the empty machines would not be enough."""
         if not can_never_be:
             return self.config.call_timeout_s
         return 0.0 if self.is_own else self.config.wait_for_nodes_s
 
-    def _remedy(self, can_never_be: bool) -> str:
+    def _describe_remedy(self, can_never_be: bool) -> str:
         """What the user can do, for an error message."""
         lower = "Lower processes, cpus or gpus in runtime.pools (cpus may be a fraction), or"
         if not can_never_be:

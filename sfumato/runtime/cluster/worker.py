@@ -220,7 +220,7 @@ class RoleWorker:
         self._running[call] = time.monotonic()
         self.run_of_role.stop_requested |= stop
         try:
-            run_function = self._function(digest, function)
+            run_function = self._load_function(digest, function)
             returned = run_function(self, *unpack(args, values))
             if num_values:
                 returned_values = (returned,) if num_values == 1 else tuple(returned)
@@ -249,7 +249,7 @@ class RoleWorker:
         result = (pack(reply), packed)
         return (result, *kept_values) if num_values else result
 
-    def _function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
+    def _load_function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
         """The function of a digest; functions of the state wait until that is built.
 
         Of two calls at the same time the one that brings the pickle may come after the other, which then waits for it.

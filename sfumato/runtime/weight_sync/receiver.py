@@ -189,7 +189,7 @@ class ReceivingEnd:
             beside = self.stream is not None and not self.transport.hands_over
             with torch.cuda.stream(self.stream) if beside else nullcontext():
                 if self.takes:
-                    self.receiver.load(self._tensors(version, tensors), version)
+                    self.receiver.load(self._received_tensors(version, tensors), version)
             if self.stream is not None:
                 # ``apply`` reads the tensors in another stream, which does not wait for this one.
                 self.stream.synchronize()
@@ -198,7 +198,9 @@ class ReceivingEnd:
             self.transport.give_up()
             raise
 
-    def _tensors(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _received_tensors(
+        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors from the transport, cut into shards if the receiver wants these."""
         shards = None if self.transport.gives_shards else self.receiver.shards
         for name, tensor in tensors:

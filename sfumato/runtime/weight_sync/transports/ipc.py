@@ -93,7 +93,7 @@ class Sending(transports.Sending):
         self.stop = threading.Event()
         num_bytes = largest_bytes(buckets)
         self.paths: list[Path] = []
-        self.slots = [self._slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
+        self.slots = [self._allocate_slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
         rank_handles = {
             rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(slot) for slot in self.slots)
             for rank in self.takers
@@ -102,7 +102,7 @@ class Sending(transports.Sending):
         ordered = tuple(handles[rank] for rank in self.receivers)
         self._access = Access(address, self.receivers, sources, ordered, num_bytes)
 
-    def _slot(self, num_bytes: int) -> torch.Tensor:
+    def _allocate_slot(self, num_bytes: int) -> torch.Tensor:
         """Memory of a bucket, uint8 ``[num_bytes]``: on the GPU, or a new mapped file."""
         if self.mesh.device.type == "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.mesh.device)
@@ -122,7 +122,7 @@ class Sending(transports.Sending):
         try:
             wait_for_all(self.store, f"the actor's rank {self.mesh.rank}", names, self.settings.timeout_s, self.stop)
         finally:
-            self._unlink()
+            self._unlink_files()
 
     def send(self, version: int, source: Source) -> None:
         """Gathers one bucket after the other into memory that the takers read."""
@@ -153,11 +153,11 @@ class Sending(transports.Sending):
 
     def close(self) -> None:
         """Frees the memory."""
-        self._unlink()
+        self._unlink_files()
         self.slots = []
         self.store = None
 
-    def _unlink(self) -> None:
+    def _unlink_files(self) -> None:
         """Removes the names of mapped files; their memory lives as long as a process has it mapped."""
         while self.paths:
             self.paths.pop().unlink(missing_ok=True)
