@@ -228,11 +228,11 @@ def test_files_are_small_enough_to_be_read():
 
 
 MOST_LINES = {
-    "rl_diffusion": 30_050,
-    "rl_diffusion_direct": 29_150,
+    "rl_diffusion": 30_100,
+    "rl_diffusion_direct": 29_200,
     "rl_diffusion_forward": 29_600,
     "rl_text": 29_800,
-    "train_autoencoder": 21_550,
+    "train_autoencoder": 21_600,
     "train_dit": 24_700,
     "train_dit_dpo": 26_000,
     "train_image_tokenizer": 27_550,
@@ -240,7 +240,7 @@ MOST_LINES = {
     "train_text": 28_150,
     "train_text_dpo": 27_900,
     "train_text_kto": 28_050,
-    "train_text_reward": 27_550,
+    "train_text_reward": 27_600,
 }
 """Lines of the library and the task that importing a task may load: what every run of it needs. What a run may switch
 on is imported where that is chosen, when its parts are built."""
