@@ -202,3 +202,5 @@ def test_an_answer_that_cannot_be_is_an_error(served, monkeypatch):
     monkeypatch.setattr(scheduler, "draw", draw_and_abort)
     with pytest.raises(EngineError, match="that nobody asked it to end"):
         drawn(engine, requests_of(1))
+    monkeypatch.setattr(engine, "_is_pausing", True)  # another thread has it abort what is under way
+    assert drawn(engine, requests_of(1))[0].finish_reason == "abort"

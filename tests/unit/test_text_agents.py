@@ -255,6 +255,7 @@ WRONG = [
     ({"messages": [], "path": "responses"}, 404, "there is no /v1/responses: ask /v1/chat/completions"),
     ({"messages": [], "path": "completions", "prompt": [10**6]}, 400, "token ids must be below"),
     ({"messages": [], "max_completion_tokens": 0, "max_tokens": 5}, 400, "must be a positive integer"),
+    ({"messages": [], "thinking": {"type": "disabled"}}, 400, "set data.chat_template_options for the run"),
     ({"messages": [], "enable_thinking": False}, 400, "set data.chat_template_options for the run"),
     ({"messages": [], "stream": True, "stream_options": "text"}, 400, "stream_options must be an object"),
     ({"messages": [], "stream": True, "stream_options": [1]}, 400, "stream_options must be an object"),

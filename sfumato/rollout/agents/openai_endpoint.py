@@ -79,6 +79,7 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "prompt_logprobs": (),
     "documents": ([],),
     "enable_thinking": (),
+    "thinking": (),
     "thinking_token_budget": (),
     "structured_outputs": ({},),
     "guided_json": (),
@@ -92,7 +93,8 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Fields of a request that are not offered, and the values that they may have because these change nothing."""
 
 INSTEAD: dict[str, str] = dict.fromkeys(
-    ("chat_template_kwargs", "enable_thinking", "reasoning_effort"), "set data.chat_template_options for the run and "
+    ("chat_template_kwargs", "enable_thinking", "thinking", "reasoning_effort"),
+    "set data.chat_template_options for the run and ",
 )
 """What says the same for all of a run, of fields for which something does."""
 

@@ -81,6 +81,7 @@ class ServedEngine(ABC):
         """Calls ``restart``, or raises what is to end the run, when processes are lost that take weights or score."""
         self._is_paused = self._is_closed = False
         self._num_pauses = 0
+        self._is_pausing = False
         self._waits_for_weights = False
 
     @property
@@ -92,7 +93,7 @@ class ServedEngine(ABC):
         """See ``Engine``."""
         self._check(request, sampling)
         num_pauses = self._num_pauses
-        was_paused = self._is_paused
+        was_paused = self._is_paused or self._is_pausing  # by another thread, while weights come
         drawn = await self._generate(request, sampling)  # checked below: the answer comes from another program
         if drawn.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.name} ended a completion with {drawn.finish_reason!r}, which is not known")
@@ -107,7 +108,7 @@ class ServedEngine(ABC):
                 f"{self.name} gave {len(drawn.token_ids)} tokens, {len(drawn.log_probs)} log-probs and {len(versions)} "
                 f"versions of them, for at most {request.max_new_tokens} tokens"
             )
-        are_log_probs = all(math.isfinite(value) and value < ROUNDING for value in drawn.log_probs)
+        are_log_probs = not sampling.temperature or all(-math.inf < value < ROUNDING for value in drawn.log_probs)
         if not are_log_probs or min(drawn.token_ids, default=0) < 0 or (reason != "abort" and not drawn.token_ids):
             raise EngineError(
                 f"{self.name} gave tokens or log-probs that cannot be: {drawn.token_ids[:20]}, {drawn.log_probs[:20]}"
@@ -119,7 +120,11 @@ class ServedEngine(ABC):
     def pause(self, mode: Literal["keep", "abort"]) -> None:
         """See ``Engine``."""
         self._num_pauses += 1
-        self._pause(mode)
+        self._is_pausing = True
+        try:
+            self._pause(mode)
+        finally:
+            self._is_pausing = False
         self._is_paused = True
         self._waits_for_weights = False
 
