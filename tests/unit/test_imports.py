@@ -236,7 +236,7 @@ MOST_LINES = {
     "train_dit": 24_700,
     "train_dit_dpo": 26_000,
     "train_image_tokenizer": 27_550,
-    "train_omni": 37_850,
+    "train_omni": 37_900,
     "train_text": 28_150,
     "train_text_dpo": 27_900,
     "train_text_kto": 28_050,
