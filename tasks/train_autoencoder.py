@@ -100,7 +100,8 @@ def main(config: TrainAutoencoderConfig) -> None:
     vae.eval()
     examples, captions = read_examples(dataset, 512, bad_rows)  # images that the latents' scale is measured on
     set_latent_scale(vae, examples)
-    vae.register_to_config(sample_size=(config.data.height, config.data.width))  # by which a flow head draws
+    size = config.data.height, config.data.width  # by which a flow head draws; diffusers' tiles need one number
+    vae.register_to_config(sample_size=size[0] if size[0] == size[1] else size)
     run.save_samples(state.step, reconstruct(model, examples[:12], captions, config.train.seed, state.step))
     export_model(model, None, Path(config.train.output_dir) / "hf_ckpt", mesh)
     run.write_report()
