@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from sfumato.rollout.engines.base import GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 
 ROUNDING = 2.0**-24
@@ -64,7 +64,7 @@ def main() -> None:
         for number, prompt in enumerate(questions(tokenizer, arguments.question, arguments.prompts))
         for member in range(4)
     ]
-    drawn = complete(EmbeddedEngine(module), requests, Sampling(stop_token_ids=(module.config.eos_token_id,)))
+    drawn = complete_requests(EmbeddedEngine(module), requests, Sampling(stop_token_ids=(module.config.eos_token_id,)))
     actual: dict[str, list[Tensor]] = {}
     for request, completion in zip(requests, drawn, strict=True):
         begin, tokens = len(request.prompt_ids), torch.tensor([[*request.prompt_ids, *completion.token_ids]])

@@ -49,7 +49,7 @@ from sfumato.tracking.charts import (
     stand_in,
     theme_css,
 )
-from sfumato.tracking.json_lines import finite, read_jsonl, series_of
+from sfumato.tracking.json_lines import finite_points, read_jsonl, series_of
 from sfumato.tracking.timeline import RUN, Event, read_events
 
 
@@ -129,7 +129,7 @@ def measured(folder: Path, flags: dict[str, float]) -> Phases:
     if count < 1:
         raise DataError(f"{folder}: the timeline shows no generation; give --micro-batches of an iteration")
     for phase, share in {"generate": count, "score": count, "update": 1}.items():
-        points = finite(timings.get({"score": "time/scoring_s"}.get(phase, f"time/{phase}_s"), {}))
+        points = finite_points(timings.get({"score": "time/scoring_s"}.get(phase, f"time/{phase}_s"), {}))
         if points:
             result.setdefault(f"{phase}_s", statistics.median(points.values()) / share)
     result |= flags

@@ -34,7 +34,7 @@ from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM  # noqa
 from transformers.generation.configuration_utils import ContinuousBatchingConfig  # noqa: E402
 
 from sfumato.rollout.engines.base import GenerationRequest, Sampling  # noqa: E402
-from sfumato.rollout.engines.embedded.complete import complete  # noqa: E402
+from sfumato.rollout.engines.embedded.complete import complete_requests  # noqa: E402
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine  # noqa: E402
 
 SIZES = {
@@ -71,7 +71,9 @@ def with_engine(engine: EmbeddedEngine, requests: list[GenerationRequest]) -> Ca
 
     def run(repeat: int) -> int:
         fresh = [dataclasses.replace(request, seed=request.seed + 1000 * repeat) for request in requests]
-        return sum(len(sequence.token_ids) for sequence in complete(engine, fresh, Sampling(1.0, stop_token_ids=STOP)))
+        return sum(
+            len(sequence.token_ids) for sequence in complete_requests(engine, fresh, Sampling(1.0, stop_token_ids=STOP))
+        )
 
     return run
 

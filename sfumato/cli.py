@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
     # only commands that read a configuration take fields of it
-    if near := _misspelt(rest, options.own_options):
+    if near := _find_misspelt_option(rest, options.own_options):
         parser.error(f"unknown option {near[0]}; did you mean {near[1]}?")
     if rest and not options.takes_overrides:
         parser.error(f"unexpected arguments: {' '.join(rest)}")
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _misspelt(rest: Sequence[str], own_options: Sequence[str]) -> tuple[str, str] | None:
+def _find_misspelt_option(rest: Sequence[str], own_options: Sequence[str]) -> tuple[str, str] | None:
     """An argument that is nearly an option of the command, and that option; fields of a configuration have dots."""
     for argument in rest:
         name = argument.partition("=")[0]

@@ -142,7 +142,7 @@ class RankProcesses:
         self._note_ended()
 
 
-def verdict(ends: Sequence[End]) -> tuple[int, str]:
+def summarise_ends(ends: Sequence[End]) -> tuple[int, str]:
     """The exit code of the run, and its message.
 
     Both are those of the cause: a rank that failed by itself goes before one that hung, and this before those that only
@@ -185,7 +185,7 @@ def launch(nnodes: int, node_rank: int, nproc: int, address: str, port: int, com
         ranks = RankProcesses([sys.executable, *command], [environment | place for place in places], folder)
         for number in (signal.SIGTERM, signal.SIGINT, *hangup_signals()):
             signal.signal(number, ranks.forward)
-        code, text = verdict(ranks.wait())
+        code, text = summarise_ends(ranks.wait())
         if text:
             print(printable(text), file=sys.stderr, flush=True)
             _append_to_log(folder / "log", text)

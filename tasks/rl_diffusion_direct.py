@@ -37,7 +37,7 @@ from sfumato.rollout.diffusion.evaluation import draw_watched_prompts, sample_ev
 from sfumato.rollout.diffusion.policy import build_policy, encode_prompts, prepare_prompts
 from sfumato.runtime.evaluate import control_of, evaluate
 from sfumato.runtime.launch import launch_roles, main_mesh
-from sfumato.runtime.roles import Roles, labelled
+from sfumato.runtime.roles import Roles, label_calls
 from sfumato.runtime.states import Actor, Sampler
 from sfumato.tracking.identity import Identity
 from sfumato.tracking.run import Run, start_run
@@ -84,7 +84,7 @@ def train(config: DirectRLConfig, run: Run, roles: Roles, loader: PromptLoader) 
 
     for step in run.steps(range(start, max_steps)):
         requests = [requests_of(loader, step, rank, roles.actor.num_data_ranks) for rank in roles.actor.data_ranks]
-        with labelled(roles.driver.record, step + 1), run.timed("update"):
+        with label_calls(roles.driver.record, step + 1), run.timed("update"):
             metrics, flops = roles.actor.map(update_policy, requests, config, step, kind="update").result()
         run.count(images=sum(map(len, requests)), flops=flops)
         last = step + 1 == max_steps

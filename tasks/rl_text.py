@@ -56,7 +56,7 @@ from sfumato.rollout.text.policy import (
     build_text_policy,
     open_prompts,
     probe_policies,
-    summed,
+    sum_over_ranks,
 )
 from sfumato.rollout.text.tokens import TextRollout
 from sfumato.rollout.text.watched import answer_watched
@@ -373,7 +373,7 @@ def add_advantages(batches: list[TokenBatch], update: Update) -> list[TokenBatch
         penalties = None  # they are in the rewards now
     values = None if update.actor.critic is None else gather_values(batches, "values", rollout)
     tokens = algorithm.token_advantage.compute(
-        update.advantages.values, sequences, trained, penalties, values, summed(mesh)
+        update.advantages.values, sequences, trained, penalties, values, sum_over_ranks(mesh)
     )
     return add_values(
         batches,

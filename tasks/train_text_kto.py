@@ -22,7 +22,7 @@ from sfumato.checkpoint.checkpointer import Checkpointer
 from sfumato.checkpoint.export import export_model
 from sfumato.checkpoint.state import TrainState
 from sfumato.config.text import KtoConfig, TrainTextKtoConfig
-from sfumato.data.files.mismatched import mismatched
+from sfumato.data.files.mismatched import mismatch_answers
 from sfumato.data.text.loader import open_text_data
 from sfumato.data.text.token_batch import TokenBatch
 from sfumato.data.text.token_ids import padding_token
@@ -76,7 +76,9 @@ def main(config: TrainTextKtoConfig) -> None:
         num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
         with run.timed("reference"):
             batches = add_reference_log_probs(model, reference, batches)
-            mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, padding_token(model.tokenizer))
+            mismatched_batches = mismatch_answers(
+                batches, mesh, config.data.max_seq_len, padding_token(model.tokenizer)
+            )
             kl = estimate_kl(model, reference, mismatched_batches, num_answers, mesh)
         answers = Answers()
         loss_fn = partial(answer_loss, model=model, kto=config.kto, kl=kl, num_answers=num_answers, answers=answers)
@@ -212,7 +214,7 @@ def evaluate(
 ) -> dict[str, float]:
     """Loss, KL and implicit rewards on the validation answers."""
     num_answers = mesh.sum(sum(len(batch.sample_ids) for batch in batches))
-    mismatched_batches = mismatched(batches, mesh, config.data.max_seq_len, padding_token(model.tokenizer))
+    mismatched_batches = mismatch_answers(batches, mesh, config.data.max_seq_len, padding_token(model.tokenizer))
     kl = estimate_kl(model, reference, mismatched_batches, num_answers, mesh)
     answers = Answers()
     for scores, batch in model.score(add_reference_log_probs(model, reference, batches)):

@@ -34,7 +34,7 @@ from benchmarks.gpu.results import ROOT
 from benchmarks.gpu.sft import QWEN3_0_6B
 from sfumato.parallel.weights import build_on_meta
 from sfumato.rollout.engines.base import GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.vllm import VllmEngine, VllmSettings
 from tests.engines.served_model import CPU_ENVIRONMENT, PYTHON_VARIABLE, log_probs, tiny_config, write_model
 
@@ -172,7 +172,7 @@ class Rank:
         """Of the log-probs of drawn tokens from those of the training forward pass of a version, in nats."""
         prompts = [[5 + number, 6, 7 + number, 9, 11, 3 + number, 8, 4] for number in range(NUM_REQUESTS)]
         requests = [GenerationRequest(prompt, 77 + number, 48) for number, prompt in enumerate(prompts)]
-        completions = complete(self.engine, requests, Sampling())
+        completions = complete_requests(self.engine, requests, Sampling())
         module = make_model(self.tiny, version, self.device)
         parts = []
         for request, completion in zip(requests, completions, strict=True):

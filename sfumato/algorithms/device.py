@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @functools.cache
-def _host() -> WeakIdKeyDictionary:
+def _host_copies() -> WeakIdKeyDictionary:
     """Host tensors by the device tensors that are copies of them, for as long as these live."""
     return torch.utils.weak.WeakIdKeyDictionary()  # pyright: ignore[reportAttributeAccessIssue]  # torch loads it
 
@@ -40,11 +40,11 @@ def to_device(tensor: Tensor, device: torch.device | str, remember: bool = False
     # Copies from a GPU are blocking: a caller may read host memory at once, before the copy would have arrived.
     copied = tensor.to(device, non_blocking=tensor.device.type == "cpu")
     if remember and copied is not source and source.device.type == "cpu":
-        _host()[copied] = source
+        _host_copies()[copied] = source
     return copied
 
 
 def on_host(tensor: Tensor) -> Tensor:
     """The same values in host memory: those that ``to_device`` remembers, else a blocking copy from the device."""
-    remembered = _host().get(tensor)
+    remembered = _host_copies().get(tensor)
     return tensor.cpu() if remembered is None else remembered

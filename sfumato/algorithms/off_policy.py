@@ -151,7 +151,7 @@ class Rejection(OffPolicy):
         bounded = at(self.level)
         lowest = math.log(self.min_ratio) if self.min_ratio > 0 else -math.inf
         rejected = (bounded < lowest) | (bounded > math.log(self.max_ratio))  # false for NaN, which then stays visible
-        return _reject(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
+        return _reject_rows(rejected, bounded, None if self.weight_level is None else at(self.weight_level), self.cap)
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,9 @@ class KLRejection(OffPolicy):
     def _correct(self, at: AtLevel) -> Correction:
         # KL(behaviour, proximal) of rows that the behaviour policy drew
         kl = at(self.level, lambda log_ratio: estimate(-log_ratio.double(), self.estimator))
-        return _reject(kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap)
+        return _reject_rows(
+            kl > self.max_kl, kl, None if self.weight_level is None else at(self.weight_level), self.cap
+        )
 
 
 def log_ratio_of(
@@ -220,7 +222,7 @@ def log_ratio_of(
     return sequences.spread(sequences.means(values, mask) if is_mean else sequences.sums(values, mask))
 
 
-def _reject(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
+def _reject_rows(rejected: Tensor, bounded: Tensor, log_weights: Tensor | None, cap: float | None) -> Correction:
     """A correction that leaves out the rejected rows.
 
     Args:

@@ -43,7 +43,7 @@ class TensorRows:
 
     def row_fields(self) -> list[str]:
         """Names of the fields with one row per sample."""
-        return [name for name, axis in self._axes() if axis == "row"]
+        return [name for name, axis in self._field_axes() if axis == "row"]
 
     def rows(self, index: Tensor | Sequence[int] | slice) -> Self:
         """The rows at ``index``, a slice, int64 ``[B']`` or bool ``[B]``; a number may repeat."""
@@ -77,7 +77,7 @@ class TensorRows:
         def move(value: object, remember: bool) -> object:
             return _map_value(value, lambda tensor: to_device(tensor, device, remember), lambda inner: inner.to(device))
 
-        axes = self._axes()  # only shared fields, such as a schedule, are remembered on the host: they are small
+        axes = self._field_axes()  # only shared fields, such as a schedule, are remembered on the host: they are small
         return dataclasses.replace(self, **{name: move(getattr(self, name), axis == "shared") for name, axis in axes})
 
     @classmethod
@@ -89,7 +89,7 @@ class TensorRows:
         """
         first = parts[0]
         joined = {}
-        for name, axis in first._axes():
+        for name, axis in first._field_axes():
             values = [getattr(part, name) for part in parts]
             present = [value for value in values if value is not None]
             if axis == "group" or name in first.row_fields():
@@ -100,7 +100,7 @@ class TensorRows:
                 raise ValueError(f"{cls.__name__}.{name} must be the same in all parts, not {values}")
         return dataclasses.replace(first, **joined)
 
-    def _axes(self) -> list[tuple[str, str]]:
+    def _field_axes(self) -> list[tuple[str, str]]:
         """Names of all fields, and whether each is by row, by group or shared."""
         return [(field.name, field.metadata.get("axis", "shared")) for field in dataclasses.fields(self)]
 

@@ -19,7 +19,7 @@ Reduce = Callable[["Tensor"], "Tensor"]
 """Sums a tensor over ranks. Where gradients are to pass it must be differentiable."""
 
 
-def alone(values: Tensor) -> Tensor:
+def sum_of_one_rank(values: Tensor) -> Tensor:
     """The sum over ranks in a run of one rank: the values themselves."""
     return values
 
@@ -32,12 +32,12 @@ class Sequences:
     """int64 ``[R]``: the number of each row's sequence, from 0 to ``count`` - 1."""
     count: int
     """N."""
-    reduce: Reduce = alone
+    reduce: Reduce = sum_of_one_rank
     """Sums a tensor ``[N]`` over the ranks that hold parts of the same sequences (context parallelism). These ranks
     number sequences equally and call it together. Differentiable; the identity where no sequence is cut."""
 
     @classmethod
-    def named(cls, names: Int64[Tensor, "rows"], reduce: Reduce = alone) -> Sequences:
+    def named(cls, names: Int64[Tensor, "rows"], reduce: Reduce = sum_of_one_rank) -> Sequences:
         """From ids, int64 ``[R]``: any numbers, equal for the rows of a sequence.
 
         Sequences are numbered in ascending order of ids, so ranks that share sequences must each have rows of all.

@@ -80,7 +80,7 @@ class SamplerGrid:
         steps = self.steps(len(sigmas) - 1)
         num = self.num_levels(len(sigmas) - 1)
         if self.stratified:
-            positions = _strata(num, seed, iteration, ids) * len(steps)
+            positions = _draw_stratified_uniforms(num, seed, iteration, ids) * len(steps)
             chosen = positions.long().clamp(max=len(steps) - 1)
         else:
             order = [keyed_permutation(len(steps), seed, "timesteps", iteration, sample_id)[:num] for sample_id in ids]
@@ -102,7 +102,7 @@ class _Density:
     def draw(self, sigmas: Tensor, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
         """As ``Timesteps.draw``; the sampler's schedule is not looked at."""
         del sigmas
-        return self._levels(_strata(self.num, seed, iteration, ids))
+        return self._levels(_draw_stratified_uniforms(self.num, seed, iteration, ids))
 
     def _levels(self, strata: Tensor) -> Tensor:
         """Levels, float32 ``[B, L]``, from uniform numbers, float64 ``[B, L]``, by inverse transform."""
@@ -155,7 +155,7 @@ class LogitNormalTimesteps(_Density):
         return draw_sigma(strata, "logit_normal", self.mean, self.std, self.shift)
 
 
-def _strata(num: int, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
+def _draw_stratified_uniforms(num: int, seed: int, iteration: int, ids: Sequence[int]) -> Tensor:
     """Stratified uniform numbers, float64 ``[B, num]``: the k-th lies in [k / num, (k + 1) / num)."""
     pieces = [k + keyed_uniform(seed, f"timestep {k}", iteration, ids) for k in range(num)]
     return torch.stack(pieces, dim=1) / num

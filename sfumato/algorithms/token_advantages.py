@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from sfumato.algorithms.row_losses import masked
-from sfumato.algorithms.sequences import Reduce, Sequences, alone
+from sfumato.algorithms.row_losses import zero_outside_mask
+from sfumato.algorithms.sequences import Reduce, Sequences, sum_of_one_rank
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float
@@ -69,7 +69,7 @@ class TokenAdvantage:
         mask: Bool[Tensor, "rows"],
         penalties: Float[Tensor, "rows"] | None = None,
         values: Float[Tensor, "rows"] | None = None,
-        reduce: Reduce = alone,
+        reduce: Reduce = sum_of_one_rank,
     ) -> TokenAdvantages:
         """Advantages of the tokens of a step.
 
@@ -92,9 +92,9 @@ class TokenAdvantage:
         if self.takes_rewards:
             token_terms = token_rewards(of_samples, sequences, mask, penalties)
         else:
-            token_terms = masked(sequences.spread(of_samples), mask)
+            token_terms = zero_outside_mask(sequences.spread(of_samples), mask)
         advantages = self._token_advantages(token_terms, sequences, mask, values)
-        returns = advantages if values is None else masked(advantages + values.detach(), mask)
+        returns = advantages if values is None else zero_outside_mask(advantages + values.detach(), mask)
         return TokenAdvantages(
             whitened(advantages, mask, reduce, self.whiten_ddof) if self.whiten else advantages, returns
         )
@@ -186,7 +186,7 @@ class Distillation(TokenAdvantage):
         mask: Bool[Tensor, "rows"],
         penalties: Float[Tensor, "rows"] | None = None,
         values: Float[Tensor, "rows"] | None = None,
-        reduce: Reduce = alone,
+        reduce: Reduce = sum_of_one_rank,
     ) -> TokenAdvantages:
         """As ``TokenAdvantage.compute``. Raises ValueError without penalties."""
         if penalties is None:
@@ -218,13 +218,13 @@ def token_rewards(
     """
     per_token = torch.zeros(len(mask), dtype=rewards.dtype, device=mask.device)
     if penalties is not None:
-        per_token = per_token - masked(penalties, mask).to(per_token)
+        per_token = per_token - zero_outside_mask(penalties, mask).to(per_token)
     rows, is_last = _select_rows(sequences, mask)
     ends = rows[is_last]
     return per_token.index_put((ends,), rewards[sequences.of_row.to(mask.device)[ends]], accumulate=True)
 
 
-def penalised(
+def subtract_token_penalties(
     rewards: Float[Tensor, "sequences"],
     penalties: Float[Tensor, "rows"],
     sequences: Sequences,
@@ -290,7 +290,7 @@ def gae(
 def whitened(
     values: Float[Tensor, "rows"],
     mask: Bool[Tensor, "rows"],
-    reduce: Reduce = alone,
+    reduce: Reduce = sum_of_one_rank,
     ddof: int = 1,
     eps: float = 1e-8,
     shift_mean: bool = True,
@@ -308,14 +308,14 @@ def whitened(
     Returns:
         ``[R]``, 0 outside the mask; not divided where there are at most ``ddof`` rows, which have no variance.
     """
-    wide = masked(values.double(), mask)
+    wide = zero_outside_mask(values.double(), mask)
     count, total = reduce(torch.stack([mask.sum().double(), wide.sum()]))
     mean = total / count.clamp(min=1)
-    centred = masked(wide - mean, mask)
+    centred = zero_outside_mask(wide - mean, mask)
     (squares,) = reduce(centred.square().sum().reshape(1))
     variance = squares / (count - ddof).clamp(min=1)
     scaled = torch.where(count > ddof, centred * torch.rsqrt(variance + eps), centred)
-    return masked(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
+    return zero_outside_mask(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
 
 
 def _select_rows(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class TokenKL:
             ValueError: when it is to be importance-weighted and there is no ``log_ratio``.
         """
         log_to_reference = log_probs - reference_log_probs.detach()
-        value = self._bounded(estimate(log_to_reference, self.estimator, self.log_ratio_clamp))
+        value = self._clamp_value(estimate(log_to_reference, self.estimator, self.log_ratio_clamp))
         if self.gradient == "k2":
             slope = estimate(log_to_reference, "k2", None)  # the value of the estimator, with the gradient of k2
             value = value.detach() + (slope - slope.detach())
@@ -81,7 +81,7 @@ class TokenKL:
             raise ValueError("an importance-weighted penalty needs the log-ratio to the policy that drew the tokens")
         return value * torch.exp(log_ratio)
 
-    def _bounded(self, value: Tensor) -> Tensor:
+    def _clamp_value(self, value: Tensor) -> Tensor:
         return value if self.clamp is None else value.clamp(-self.clamp, self.clamp)
 
 

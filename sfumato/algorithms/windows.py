@@ -104,7 +104,7 @@ class SlidingWindow:
     def steps(self, num_steps: int, seed: int, iteration: int) -> list[int]:
         """Indices of the trained steps, ascending: a function of (seed, iteration)."""
         self.check(num_steps)
-        first, end = self._range(num_steps)
+        first, end = self._window_range(num_steps)
         if self.strategy == "random":
             places = max(end - self.size - first, 0) + 1  # a range shorter than the window has one place
             start = first + int(torch.randint(places, (), generator=keyed_generator(seed, "window", iteration)))
@@ -114,17 +114,17 @@ class SlidingWindow:
 
     def places(self, num_steps: int) -> list[tuple[int, int]]:
         """Every start of the moving window and the iterations that it stays there, in order."""
-        first, end = self._range(num_steps)
-        return [(start, self._iterations(start, end)) for start in range(first, end, self.stride or self.size)]
+        first, end = self._window_range(num_steps)
+        return [(start, self._count_iterations(start, end)) for start in range(first, end, self.stride or self.size)]
 
     def check(self, num_steps: int) -> None:
         """Raises ValueError when the window may reach the last step, or no step is left for it."""
-        first, end = self._range(num_steps)
+        first, end = self._window_range(num_steps)
         _check_end((first, end), num_steps)
         if end - first < 1:
             raise ValueError(f"num_inference_steps is {num_steps}: no step is left to train, since the last never is")
 
-    def _range(self, num_steps: int) -> tuple[int, int]:
+    def _window_range(self, num_steps: int) -> tuple[int, int]:
         return (0, num_steps - 1) if self.range is None else self.range
 
     def _start(self, iteration: int, places: list[tuple[int, int]]) -> int:
@@ -136,7 +136,7 @@ class SlidingWindow:
             remaining -= stay
         raise AssertionError(f"iteration {iteration} lies beyond the period {period}")
 
-    def _iterations(self, start: int, end: int) -> int:
+    def _count_iterations(self, start: int, end: int) -> int:
         if self.strategy == "decay":
             least = max(1, self.iters_per_group // 4) if self.min_iters is None else self.min_iters
             progress = start / end

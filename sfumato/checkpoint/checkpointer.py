@@ -11,7 +11,7 @@ from sfumato.checkpoint.saving import Saving, Staging
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import CheckpointError, NonFiniteError, PreemptedError
-from sfumato.parallel.finite import listed, not_finite, together
+from sfumato.parallel.finite import gather_names, list_first, not_finite
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.tracking.atomic_folders import (
@@ -97,7 +97,7 @@ class Checkpointer:
             self.run.say(line)
         if bad := self._find_not_finite(state):
             raise CheckpointError(
-                f"{folder} holds weights that are NaN or infinite: {listed(bad)}: its run had diverged. Name an "
+                f"{folder} holds weights that are NaN or infinite: {list_first(bad)}: its run had diverged. Name an "
                 "earlier checkpoint in train.load_checkpoint_path"
             )
         self._saved_step = state.step
@@ -176,7 +176,7 @@ class Checkpointer:
         self.before_save()
         if bad := self._find_not_finite(state):
             raise NonFiniteError(
-                f"after step {state.step} weights are NaN or infinite: {listed(bad)}. No checkpoint was written; "
+                f"after step {state.step} weights are NaN or infinite: {list_first(bad)}. No checkpoint was written; "
                 f"{self._describe_newest()}"
             )
         if state.run_id is None and self.mesh.is_first:  # rank 0 writes everything that is not a tensor
@@ -204,7 +204,7 @@ class Checkpointer:
         averages = {"ema": state.ema, **state.policies}
         for name, average in averages.items():
             names += [f"{name} of {key}" for key in not_finite({} if average is None else average.averages)]
-        return together(names, self.mesh)
+        return gather_names(names, self.mesh)
 
     def _settle(self) -> None:
         """Waits for the save that is under way, if there is one, and completes it."""

@@ -12,7 +12,7 @@ from sfumato.checkpoint.saving import disk_error
 from sfumato.errors import CheckpointError, NonFiniteError
 from sfumato.models.exportable import Exportable, Streamable, has_adapters
 from sfumato.optim.ema import Ema, averaged_weights
-from sfumato.parallel.finite import listed
+from sfumato.parallel.finite import list_first
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.weights import weights_not_finite, weights_on_first, whole_weights
 from sfumato.tracking.atomic_folders import (
@@ -39,7 +39,7 @@ def export_model(model: Exportable, ema: Ema | None, folder: Path, mesh: Mesh, m
     with averaged_weights(ema):
         bad = weights_not_finite(model.trained, mesh)
         if bad:
-            raise NonFiniteError(f"weights are NaN or infinite: {listed(bad)}. Nothing was exported to {folder}")
+            raise NonFiniteError(f"weights are NaN or infinite: {list_first(bad)}. Nothing was exported to {folder}")
         streamed = None
         if isinstance(model, Streamable) and not has_adapters(model.trained):
             streamed = model.streamed_export(mesh)

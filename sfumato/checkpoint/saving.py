@@ -130,13 +130,13 @@ class Saving:
         cause = disk_error(self._error)
         problem = "" if self._error is None else f"rank {self.mesh.rank}: {cause or repr(self._error)}"
         try:
-            through_first(self.mesh, (problem, *self._outcome), lambda outcomes: self._complete(outcomes, keep))
+            through_first(self.mesh, (problem, *self._outcome), lambda outcomes: self._complete_folder(outcomes, keep))
         except CheckpointError:
             if self._error is not None and cause is None:
                 raise self._error  # noqa: B904 - not a matter of the disk
             raise
 
-    def _complete(self, outcomes: list[tuple[str, list[WriteResult], Listing]], keep: int) -> list[None]:
+    def _complete_folder(self, outcomes: list[tuple[str, list[WriteResult], Listing]], keep: int) -> list[None]:
         """On rank 0: writes torch's metadata and the manifest, renames the folder and removes older checkpoints.
 
         Args:

@@ -20,9 +20,9 @@ from sfumato.errors import CheckpointError, ConfigError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import saved_shard
 from sfumato.optim.trained import Trained
-from sfumato.parallel.finite import NAMED, listed
+from sfumato.parallel.finite import NAMED, list_first
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, chunks_of, local
+from sfumato.parallel.shards import Shards, all_parameters, chunks_of, local_shard
 from sfumato.tracking.identity import KEY as IDENTITY
 from sfumato.tracking.identity import Identity, compare_identity
 
@@ -137,7 +137,10 @@ def collect_state(state: TrainState, mesh: Mesh) -> tuple[TensorParts, dict[str,
     random_tensors, random_values = random_state(mesh.device)
     parts, numbers = optimizer_state(state.optimizer, shards)
     # The generators of rank 0 stand for those of all ranks: noise does not come from them, but from step and seed.
-    for section in (*_sections(state, shards, mesh), SavedTensors("random", random_tensors if mesh.is_first else {})):
+    for section in (
+        *_model_sections(state, shards, mesh),
+        SavedTensors("random", random_tensors if mesh.is_first else {}),
+    ):
         parts |= section.parts()
     critic_numbers: dict[str, object] = {}
     if state.critic is not None:
@@ -179,7 +182,7 @@ def load_state(state: TrainState, stored: StoredCheckpoint, mesh: Mesh) -> list[
     """
     shards = Shards(state.model, mesh)
     values = stored.values
-    sections = _sections(state, shards, mesh)
+    sections = _model_sections(state, shards, mesh)
     if not any(key.startswith(f"{DISPENSABLE}/") for key in stored.tensors):
         sections = [section for section in sections if section.name != DISPENSABLE]
     _check_fit(state, sections, stored, mesh)
@@ -237,7 +240,7 @@ def load_trained(module: nn.Module, stored: StoredCheckpoint, mesh: Mesh, sectio
     shards = Shards(module, mesh)
     averaged = section is None and any(key.startswith("ema/") for key in stored.tensors)
     name = section or ("ema" if averaged else "model")
-    weights = _parameters(name, shards)
+    weights = _model_parameters(name, shards)
     stored_specs = {key: spec for key, spec in stored.tensors.items() if key.startswith(f"{name}/")}
     compare_tensors(stored, stored_specs, weights.specs(), model_name(module))
     stored.read(weights.parts())
@@ -263,20 +266,22 @@ def model_name(module: nn.Module) -> str:
     return (kind.__bases__[1] if issubclass(kind, FSDPModule) else kind).__name__
 
 
-def _parameters(name: str, shards: Shards) -> SavedTensors:
-    return SavedTensors(name, {key: local(parameter.detach()) for key, parameter in shards.parameters.items()}, shards)
+def _model_parameters(name: str, shards: Shards) -> SavedTensors:
+    return SavedTensors(
+        name, {key: local_shard(parameter.detach()) for key, parameter in shards.parameters.items()}, shards
+    )
 
 
-def _sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensors]:
+def _model_sections(state: TrainState, shards: Shards, mesh: Mesh) -> list[SavedTensors]:
     """All tensors but the optimiser's and the random generators'."""
-    sections = [_parameters("model", shards)]
+    sections = [_model_parameters("model", shards)]
     if state.ema is not None:
         sections.append(SavedTensors("ema", state.ema.averages, shards))
     sections += [SavedTensors(f"{name}_policy", policy.averages, shards) for name, policy in state.policies.items()]
     if state.reference is not None:
-        sections.append(_parameters("reference", Shards(state.reference, mesh, all_parameters(state.reference))))
+        sections.append(_model_parameters("reference", Shards(state.reference, mesh, all_parameters(state.reference))))
     if state.critic is not None:
-        sections.append(_parameters("critic", Shards(state.critic.module, mesh)))
+        sections.append(_model_parameters("critic", Shards(state.critic.module, mesh)))
     if state.balancer is not None:
         sections.append(SavedTensors("balancer", state.balancer.state_dict()))
     return sections
@@ -319,9 +324,9 @@ def compare_tensors(
     """
     problems = []
     if missing := wanted_specs.keys() - stored_specs.keys():
-        problems.append(f"it has no {listed([repr(key) for key in sorted(missing)])}")
+        problems.append(f"it has no {list_first([repr(key) for key in sorted(missing)])}")
     if extra := {*(stored_specs.keys() - wanted_specs.keys()), *unknown}:
-        problems.append(f"this configuration does not train {listed([repr(key) for key in sorted(extra)])}")
+        problems.append(f"this configuration does not train {list_first([repr(key) for key in sorted(extra)])}")
     for key in sorted(wanted_specs.keys() & stored_specs.keys()):
         (shape, dtype), (wanted_shape, wanted_dtype) = stored_specs[key], wanted_specs[key]
         if shape != wanted_shape:
@@ -365,7 +370,7 @@ def _describe_rates(schedule: LambdaLR, saved_rates: object) -> str:
 
 def _is_whole(shards: Shards, name: str) -> bool:
     """Whether this rank holds the whole of a parameter."""
-    return shards.group is None and local(shards.parameters[name]).shape == shards.shapes[name]
+    return shards.group is None and local_shard(shards.parameters[name]).shape == shards.shapes[name]
 
 
 def optimizer_state(
@@ -392,7 +397,7 @@ def optimizer_state(
                 numbers[f"{name}/{field_name}"] = value
                 continue
             shard = saved_shard(value)
-            if shard.ndim and shard.shape == local(parameter).shape:
+            if shard.ndim and shard.shape == local_shard(parameter).shape:
                 parts |= parts_of_shard(key, shards.shapes[name], shard, chunks(name))
             elif shard.ndim == 0 or _is_whole(shards, name):
                 parts |= whole_part(key, shard)
@@ -437,7 +442,7 @@ def new_optimizer_state(
             shape, dtype = stored.tensors[f"{section}/{key}"]
             if shape == shards.shapes[name]:
                 value = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                parts |= parts_of_shard(f"{section}/{key}", shape, local(value), chunks(name))
+                parts |= parts_of_shard(f"{section}/{key}", shape, local_shard(value), chunks(name))
             elif shape and not _is_whole(shards, name):
                 raise CheckpointError(f"{stored.folder}: {key} of the optimiser cannot be cut; load it with ddp")
             else:

@@ -78,10 +78,10 @@ def run(options: argparse.Namespace) -> int:
         if not sys.stdin.isatty():
             return _answer_lines(conversation)
         say(f"{source.label}: {model.settings.describe()}. /help lists commands.")
-        return _talk(conversation)
+        return _chat_in_terminal(conversation)
 
 
-def _talk(conversation: ChatSession) -> int:
+def _chat_in_terminal(conversation: ChatSession) -> int:
     """Reads from a terminal."""
     import contextlib
 

@@ -98,7 +98,7 @@ def check_host(
     state = sum(size for name, size in sizes.items() if name.removeprefix("critic: ") in STATE)
     if config.train.save_async and config.train.save_steps:
         findings.always["a checkpoint that is being written (train.save_async)"] = processes * state
-    findings.moments = _moments(config, model, processes, "frozen reference" in sizes, on_gpu)
+    findings.moments = _temporary_host_bytes(config, model, processes, "frozen reference" in sizes, on_gpu)
     # a rank holds 1 / shards of the trained weights, as of all that is saved
     shards = FLOAT32 * model.num_trained / max(sizes.get("gradients", 0), 1)
     checkpoints = config.train.max_checkpoints + 1 if config.train.save_steps else 1
@@ -125,7 +125,7 @@ def _processes_of_a_machine(layout: Layout, on_gpu: bool) -> int:
     return min(layout.size, local or (torch.cuda.device_count() or GPUS_OF_A_MACHINE if on_gpu else layout.size))
 
 
-def _moments(
+def _temporary_host_bytes(
     config: TaskConfig, model: ModelFindings, processes: int, has_reference: bool, on_gpu: bool
 ) -> dict[str, int]:
     """Bytes that are taken for a while on the machine with rank 0, by what is done then."""

@@ -21,7 +21,7 @@ def show_findings(findings: Findings, console: Console) -> None:
     axes = ("pp", "dp_replicate", "dp_shard", "cfg", "ring", "ulysses", "tp", "ep")
     sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes if getattr(layout, axis) > 1)
     shape = f" ({sizes})" if sizes else ""
-    _print(console, f"{findings.config}: tasks/{findings.task}.py on {_plural(layout.size, 'process')}{shape}")
+    _print(console, f"{findings.config}: tasks/{findings.task}.py on {_count_noun(layout.size, 'process')}{shape}")
     if findings.data is not None:
         _show_data(findings.data, console)
     if findings.model is not None:
@@ -40,9 +40,9 @@ def show_findings(findings: Findings, console: Console) -> None:
 
 def _format_verdict(findings: Findings) -> str:
     if findings.exit_code == WRONG:
-        return f"{_plural(len(findings.problems), 'problem')}: the run would stop"
+        return f"{_count_noun(len(findings.problems), 'problem')}: the run would stop"
     if findings.host is not None and not findings.host.fits and findings.fits_devices:
-        return f"does not fit: {'; '.join(_lacking(findings.host))}"
+        return f"does not fit: {'; '.join(_list_shortages(findings.host))}"
     if findings.exit_code == DOES_NOT_FIT:
         available = f"{_format_bytes(findings.device_bytes)} there ({findings.device})"
         return f"does not fit: {_format_bytes(findings.needed_bytes)} needed, {available}"
@@ -128,7 +128,7 @@ def _show_memory(findings: Findings, console: Console) -> None:
         console.print(advice)
 
 
-def _lacking(host: HostFindings) -> list[str]:
+def _list_shortages(host: HostFindings) -> list[str]:
     """What a machine has too little of, with the largest part."""
     lacking = []
     for kind, parts, wanted_bytes, available in (
@@ -145,7 +145,7 @@ def _lacking(host: HostFindings) -> list[str]:
 
 
 def _show_host(host: HostFindings, console: Console) -> None:
-    table = Table(f"CPU memory with {_plural(host.processes, 'process')}, and disk", "", title_justify="left")
+    table = Table(f"CPU memory with {_count_noun(host.processes, 'process')}, and disk", "", title_justify="left")
     rows = {name: size for name, size in (host.always | host.moments).items() if size}
     for name, size in rows.items():
         table.add_row(name, _format_bytes(size))
@@ -169,7 +169,7 @@ def _format_count(value: float) -> str:
     return f"{value:.0f}"
 
 
-def _plural(count: int, noun: str) -> str:
+def _count_noun(count: int, noun: str) -> str:
     return f"{count} {noun}" + ("" if count == 1 else "es" if noun.endswith("s") else "s")
 
 

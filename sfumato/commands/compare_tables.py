@@ -15,7 +15,7 @@ from rich.text import Text
 from sfumato.config.characters import in_one_line, printable
 from sfumato.tracking.compare import Comparison, Difference, Result
 from sfumato.tracking.compare_page import format_change, format_setting
-from sfumato.tracking.json_lines import finite, strict_json
+from sfumato.tracking.json_lines import finite_points, strict_json
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK_WIDTH = 24
@@ -54,9 +54,9 @@ def comparison_json(comparison: Comparison) -> str:
 def show_comparison(comparison: Comparison, console: Console, page: Path | None) -> None:
     """Prints runs, notes, settings that differ, results and differences on the same prompts."""
     names = [run.name for run in comparison.runs]
-    runs = _table("", "task", "state", "folder")
+    runs = _new_table("", "task", "state", "folder")
     for run in comparison.runs:
-        runs.add_row(*map(_text, (run.name, run.task, run.state, str(run.folder))))
+        runs.add_row(*map(_without_markup, (run.name, run.task, run.state, str(run.folder))))
     console.print(runs)
     for note in comparison.notes:
         _print(console, f"note: {note}")
@@ -74,7 +74,7 @@ def show_comparison(comparison: Comparison, console: Console, page: Path | None)
         _print(console, f"\nwritten: {page}")
 
 
-def sparkline(values: Sequence[float], low: float, high: float) -> str:
+def draw_sparkline(values: Sequence[float], low: float, high: float) -> str:
     """A curve in one line of characters, each the mean of its share of the values, between two limits."""
     if not values:
         return ""
@@ -89,9 +89,9 @@ def _show_differences(console: Console, title: str, names: Sequence[str], differ
     if not differences:
         _print(console, f"\n{title}: none")
         return
-    table = _table(title, *names)
+    table = _new_table(title, *names)
     for difference in differences:
-        table.add_row(*map(_text, (difference.name, *map(format_setting, difference.values))))
+        table.add_row(*map(_without_markup, (difference.name, *map(format_setting, difference.values))))
     console.print()
     console.print(table)
 
@@ -100,14 +100,14 @@ def _show_results(console: Console, comparison: Comparison) -> None:
     if not comparison.results:
         _print(console, "\nresults: no run has logged a metric of eval/, a reward or a loss")
         return
-    table = _table("results", "run", "first", "last", "best", "over steps")
+    table = _new_table("results", "run", "first", "last", "best", "over steps")
     for name, results in comparison.results.items():
-        curves = [list(finite(run.metrics.get(name, {})).values()) for run in comparison.runs]
+        curves = [list(finite_points(run.metrics.get(name, {})).values()) for run in comparison.runs]
         together = [value for curve in curves for value in curve]
         for number, (run, result) in enumerate(zip(comparison.runs, results, strict=True)):
             label = name if number == 0 else ""
-            line = sparkline(curves[number], min(together), max(together))
-            table.add_row(*map(_text, (label, run.name, *_format_result(result), line)))
+            line = draw_sparkline(curves[number], min(together), max(together))
+            table.add_row(*map(_without_markup, (label, run.name, *_format_result(result), line)))
     console.print()
     console.print(table)
 
@@ -129,11 +129,11 @@ def _show_paired(console: Console, comparison: Comparison) -> None:
                 f"at step {here}" if here == there else f"at step {here} of {first} and step {there} of {paired.name}"
             )
             title = f"{paired.name} against {first}, {steps}"
-            table = _table(title, "means", "difference [95 %]", "prompts", "pairs")
+            table = _new_table(title, "means", "difference [95 %]", "prompts", "pairs")
             for difference in paired.differences:
                 means = f"{difference.before:.4g} → {difference.after:.4g}"
                 counts = (str(difference.num_prompts), str(difference.num_pairs))
-                table.add_row(*map(_text, (difference.reward, means, format_change(difference), *counts)))
+                table.add_row(*map(_without_markup, (difference.reward, means, format_change(difference), *counts)))
             console.print(table)
             if failed := max(difference.num_failed for difference in paired.differences):
                 _print(console, f"note: up to {failed} pairs are left out, since a sample has no reward")
@@ -145,15 +145,15 @@ def _show_paired(console: Console, comparison: Comparison) -> None:
             _print(console, f"note: {note}")
 
 
-def _table(title: str, *columns: str) -> Table:
+def _new_table(title: str, *columns: str) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    table.add_column(_text(title), overflow="fold")
+    table.add_column(_without_markup(title), overflow="fold")
     for column in columns:
-        table.add_column(_text(column), overflow="fold")
+        table.add_column(_without_markup(column), overflow="fold")
     return table
 
 
-def _text(value: str) -> Text:
+def _without_markup(value: str) -> Text:
     # a Text takes no markup from what a run has logged
     return Text(in_one_line(value))
 

@@ -26,7 +26,7 @@ from packaging.requirements import Requirement
 import sfumato
 from sfumato.config.versions import describe_broken_package, installed_version, required_packages
 from sfumato.config.writing import open_new, remove
-from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, contradictions, find_release
+from sfumato.rollout.engines.served.versions import PACKAGES, VERSIONS, find_release, list_contradictions
 
 if TYPE_CHECKING:
     import torch
@@ -103,16 +103,16 @@ def examine(start_ray: bool = False, folder: Path | None = None) -> Iterator[Fin
     """All findings, in order."""
     yield from _check_platform()
     yield from _check_packages()
-    yield from _devices()
+    yield from _check_devices()
     yield from _check_process_groups()
     yield from _check_infiniband()
     yield from _check_kernels()
-    yield from _extras()
+    yield from _check_extras()
     yield from _check_engines()
     yield from _check_storage()
     if folder is not None:
         yield _shared_folder(folder.expanduser())
-    yield from _ray(start_ray)
+    yield from _check_ray(start_ray)
     yield from _check_reach()
 
 
@@ -134,10 +134,10 @@ def _check_packages() -> Iterator[Finding]:
         yield Finding("packages", "sfumato", "broken", "run from its folder, not installed", "pip install -e .", True)
         return
     for requirement in requirements:
-        yield _package(requirement)
+        yield _check_package(requirement)
 
 
-def _package(requirement: Requirement) -> Finding:
+def _check_package(requirement: Requirement) -> Finding:
     name = requirement.name
     version_range = str(requirement.specifier)
     remedy = f"pip install '{requirement}'"
@@ -167,7 +167,7 @@ def _describe_failure(action: Callable[[], object]) -> str:
     return ""
 
 
-def _devices() -> Iterator[Finding]:
+def _check_devices() -> Iterator[Finding]:
     try:
         import torch
     except ImportError:
@@ -211,16 +211,18 @@ def _check_process_groups() -> Iterator[Finding]:
     if torch.cuda.is_available() and dist.is_nccl_available():
         backends.append(("nccl", "cuda"))
     for backend, device in backends:
-        yield _try_device(f"process group {backend}", partial(_ranks, backend, device), "one rank works", needed=True)
+        yield _try_device(
+            f"process group {backend}", partial(_try_ranks, backend, device), "one rank works", needed=True
+        )
     if torch.cuda.device_count() > 1 and dist.is_nccl_available():
-        yield _try_device("two GPUs", partial(_ranks, "nccl", "cuda", 2), "two ranks of nccl reach each other")
+        yield _try_device("two GPUs", partial(_try_ranks, "nccl", "cuda", 2), "two ranks of nccl reach each other")
     if not backends:
         yield Finding(
             "devices", "process group", "broken", "torch was built without gloo", "install torch from PyPI", True
         )
 
 
-def _ranks(backend: str, device: str, count: int = 1) -> None:
+def _try_ranks(backend: str, device: str, count: int = 1) -> None:
     code = (
         "import sys, torch, torch.distributed as dist\n"
         "backend, device, folder, rank, count = sys.argv[1:]\n"
@@ -247,10 +249,10 @@ def _check_kernels() -> Iterator[Finding]:
     for index in range(torch.cuda.device_count()):
         for name in ("attention", "grouped products", "compiled blocks"):
             detail = "bf16 is correct, with its gradients"
-            yield _try_device(f"{name}, GPU {index}", partial(_kernel, name, f"cuda:{index}"), detail)
+            yield _try_device(f"{name}, GPU {index}", partial(_try_kernel, name, f"cuda:{index}"), detail)
 
 
-def _kernel(name: str, device: str) -> None:
+def _try_kernel(name: str, device: str) -> None:
     _run([sys.executable, "-m", "sfumato.commands.doctor_kernels", name, device], timeout_s=300)
 
 
@@ -261,7 +263,7 @@ def _try_device(name: str, action: Callable[[], None], detail: str, needed: bool
     return Finding("devices", name, "ok", detail, is_needed=needed)
 
 
-def _extras() -> Iterator[Finding]:
+def _check_extras() -> Iterator[Finding]:
     for name, (use, remedy) in EXTRAS.items():
         version = installed_version(name)
         if version is None:
@@ -289,7 +291,7 @@ def _check_engines() -> Iterator[Finding]:
             yield Finding("engines", engine, "missing", "rollout.engine, as far as it is in this environment", remedy)
             continue
         version = cast("str", installed_version(installed[0]))
-        if wrong := [text for package in installed for text in contradictions(package)]:
+        if wrong := [text for package in installed for text in list_contradictions(package)]:
             yield Finding("engines", engine, "broken", f"{version}: {'; '.join(wrong)}", remedy)
             continue
         release = find_release(engine, version)
@@ -353,7 +355,7 @@ def _file_system(folder: Path) -> str:
     return kind
 
 
-def _ray(start: bool) -> Iterator[Finding]:
+def _check_ray(start: bool) -> Iterator[Finding]:
     """What Ray needs of this machine, where it is installed."""
     if installed_version("ray") is None:
         return  # it stands among the extras

@@ -26,7 +26,7 @@ def attention(device: str) -> None:
     module = nn.Module()
     positions = torch.cat([torch.arange(length) for length in (7, 130, 64, 1)])[None]
     total = positions.shape[1]
-    tensors = [_random(1, heads, total, 64, seed=heads) for heads in (4, 2, 2)]
+    tensors = [_random_float64(1, heads, total, 64, seed=heads) for heads in (4, 2, 2)]
 
     def compute(*inputs: Tensor) -> Tensor:
         return attend(module, *inputs, None, position_ids=positions.to(inputs[0].device))[0]
@@ -39,7 +39,7 @@ def grouped_products(device: str) -> None:
     from sfumato.parallel.expert import grouped_matmul
 
     counts = torch.tensor([5, 0, 32, 91])
-    tensors = [_random(int(counts.sum()), 64, seed=1), _random(len(counts), 64, 128, seed=2)]
+    tensors = [_random_float64(int(counts.sum()), 64, seed=1), _random_float64(len(counts), 64, 128, seed=2)]
     _compare(
         "grouped products",
         lambda rows, weights: grouped_matmul(rows, weights, counts.to(rows.device)),
@@ -50,11 +50,11 @@ def grouped_products(device: str) -> None:
 
 def compiled_blocks(device: str) -> None:
     """A small block by torch.compile, which needs Triton on GPUs and a C++ compiler on CPUs, forward and backward."""
-    compiled = torch.compile(_block)
-    tensors = [_random(32, 64, seed=1), _random(128, 64, seed=2), _random(64, 128, seed=3)]
+    compiled = torch.compile(_feed_forward)
+    tensors = [_random_float64(32, 64, seed=1), _random_float64(128, 64, seed=2), _random_float64(64, 128, seed=3)]
 
     def compute(*inputs: Tensor) -> Tensor:
-        return (_block if inputs[0].dtype == torch.float64 else compiled)(*inputs)
+        return (_feed_forward if inputs[0].dtype == torch.float64 else compiled)(*inputs)
 
     _compare("compiled blocks", compute, tensors, device)
 
@@ -62,11 +62,11 @@ def compiled_blocks(device: str) -> None:
 CHECKS = {"attention": attention, "grouped products": grouped_products, "compiled blocks": compiled_blocks}
 
 
-def _block(hidden: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _feed_forward(hidden: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return hidden + functional.linear(functional.silu(functional.linear(hidden, up)), down)
 
 
-def _random(*shape: int, seed: int) -> Tensor:
+def _random_float64(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 

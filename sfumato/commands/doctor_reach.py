@@ -56,7 +56,7 @@ def open_ports(proc: Path = Path("/proc")) -> Iterator[Port]:
         table = proc / "net" / name
         for row in [line.split() for line in table.read_text().splitlines()[1:]] if table.is_file() else ():
             if row[3] == LISTENING:
-                listening[row[9]] = _address(row[1])
+                listening[row[9]] = _parse_kernel_address(row[1])
     for folder in sorted((path for path in proc.glob("[0-9]*")), key=lambda path: int(path.name)):
         try:
             if folder.stat().st_uid != os.geteuid():
@@ -83,7 +83,7 @@ def token_problem() -> str:
     return ""
 
 
-def _address(text: str) -> tuple[str, int]:
+def _parse_kernel_address(text: str) -> tuple[str, int]:
     """Address and port as the kernel writes them: words of four bytes in the order of the processor."""
     digits, _, port = text.partition(":")
     words = [bytes.fromhex(digits[start : start + 8])[::-1] for start in range(0, len(digits), 8)]

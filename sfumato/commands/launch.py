@@ -75,7 +75,7 @@ def run(options: argparse.Namespace) -> int:
     if lacking:
         raise ConfigError(
             f"{sys.executable} has no {', '.join(lacking)}: install sfumato there with {sys.executable} -m pip install "
-            f"{_installable()}, or set PYTHON to the Python that has it"
+            f"{_pip_argument()}, or set PYTHON to the Python that has it"
         )
     processes = count_processes(arguments)
     ranks = processes.nodes * processes.of_node
@@ -103,7 +103,7 @@ def find_script(name: str) -> Path:
     """
     path = Path(name)
     if path.suffix in (".yaml", ".yml"):
-        raise ConfigError(f"{name} is a configuration, and the task is missing before it: {_complete(path)}")
+        raise ConfigError(f"{name} is a configuration, and the task is missing before it: {_suggest_command(path)}")
     if path.is_file():
         return path
     tasks = sorted((shipped_folder() / "tasks").glob("*.py"))
@@ -115,7 +115,7 @@ def find_script(name: str) -> Path:
     raise ConfigError(f"task not found: {name}{suggest(path.stem, [task.stem for task in tasks])}\nusage: {HINT}")
 
 
-def _complete(config: Path) -> str:
+def _suggest_command(config: Path) -> str:
     """The whole command for a configuration that was given without its task."""
     from sfumato.commands.find_task import load_for_task
 
@@ -133,7 +133,7 @@ def _with_shipped_config(arguments: list[str]) -> list[str]:
     return [str(find_shipped(arguments[0])), *arguments[1:]]
 
 
-def _installable() -> str:
+def _pip_argument() -> str:
     root = shipped_folder()
     return f"-e {root}" if (root / "pyproject.toml").is_file() else "sfumato"
 
@@ -147,8 +147,8 @@ def count_processes(arguments: list[str]) -> Processes:
     Raises:
         ConfigError: when NNODES or NPROC_PER_NODE is no positive whole number.
     """
-    nodes = _positive("NNODES") or 1
-    of_node = _positive("NPROC_PER_NODE")
+    nodes = _read_count("NNODES") or 1
+    of_node = _read_count("NPROC_PER_NODE")
     if of_node is not None:
         return Processes(nodes, of_node, "NPROC_PER_NODE")
     if is_on_ray(arguments):
@@ -159,7 +159,7 @@ def count_processes(arguments: list[str]) -> Processes:
     return Processes(nodes, devices, f"visible devices of {program}")
 
 
-def _positive(name: str) -> int | None:
+def _read_count(name: str) -> int | None:
     value = os.environ.get(name, "")
     if not value:
         return None

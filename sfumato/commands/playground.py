@@ -59,7 +59,9 @@ def run(options: argparse.Namespace) -> int:
         read_any_bytes()
         if options.json:
             out = options.out or choose_folder(None, "playground")
-            _print({"checkpoints": [*playground.checkpoints], "has_base": playground.has_base, "memory": _memory()})
+            _print(
+                {"checkpoints": [*playground.checkpoints], "has_base": playground.has_base, "memory": _measure_memory()}
+            )
             return _answer_json(playground, sys.stdin, out)
         has_base = playground.has_base and not options.no_base
         say(f"{playground.source.folder} is loaded: a line is a prompt, Ctrl-D ends; {_describe_memory()}")
@@ -90,7 +92,7 @@ def _answer_lines(playground: Playground, out: Path | None, has_base: bool) -> i
                 if has_file and folder is None:
                     folder = choose_folder(out, "playground")
                 shown = answer.sample.text if folder is None else _write(answer, folder, number)
-                print(printable(f"{answer.label}: {shown or ''}{_note(answer)}"), flush=True)
+                print(printable(f"{answer.label}: {shown or ''}{_note_lost_messages(answer)}"), flush=True)
         except UserError as error:
             print(printable(f"error: {error}"), file=sys.stderr)
         except KeyboardInterrupt:
@@ -112,10 +114,10 @@ def _answer_json(playground: Playground, lines: Iterable[str], out: Path) -> int
             value = _parse_object(line)
             identity = value.pop("id", None)
             for answer in playground.ask(parse_question(value)):
-                _print({"id": identity, **_described(answer, out, number)})
+                _print({"id": identity, **_describe_answer(answer, out, number)})
         except (UserError, OSError, MemoryError, RuntimeError) as error:  # RuntimeError: a GPU without memory
             _print({"id": identity, "error": str(error) or type(error).__name__})
-        _print({"id": identity, "done": True, "memory": _memory()})
+        _print({"id": identity, "done": True, "memory": _measure_memory()})
     return 0
 
 
@@ -135,7 +137,7 @@ def _parse_object(line: str) -> dict[str, object]:
     return value
 
 
-def _described(answer: PlaygroundAnswer, out: Path, number: int) -> dict[str, object]:
+def _describe_answer(answer: PlaygroundAnswer, out: Path, number: int) -> dict[str, object]:
     sample = answer.sample
     content: dict[str, object] = {"file": _write(answer, out, number)}
     if sample.text is not None:
@@ -177,13 +179,13 @@ def _write(answer: PlaygroundAnswer, folder: Path, number: int) -> str:
     return str(path.absolute())
 
 
-def _note(answer: PlaygroundAnswer) -> str:
+def _note_lost_messages(answer: PlaygroundAnswer) -> str:
     notes = [answer.sample.damage] if answer.sample.damage else []
     notes += ["cut at the limit of tokens"] if answer.sample.is_truncated else []
     return f" [{'; '.join(notes)}]" if notes else ""
 
 
-def _memory() -> dict[str, int]:
+def _measure_memory() -> dict[str, int]:
     """MiB that this process takes: of the machine's memory, and of a GPU's."""
     from sfumato.tracking.meters import memory_in_use
 
@@ -194,7 +196,7 @@ def _memory() -> dict[str, int]:
 
 
 def _describe_memory() -> str:
-    memory = _memory()
+    memory = _measure_memory()
     gpu = f", and {memory['gpu_mib']:,} MiB of the GPU's" if "gpu_mib" in memory else ""
     return f"it takes {memory['process_mib']:,} MiB of memory{gpu}"
 

@@ -58,11 +58,11 @@ def _fields_of(value: Mapping[str, object], kinds: Sequence[object]) -> tuple[Ma
     for kind in kinds:
         if isinstance(kind, Variant):
             try:
-                return _hints(kind.resolve(str(value.get("type")))), Any
+                return _field_types(kind.resolve(str(value.get("type")))), Any
             except PydanticCustomError:
                 continue  # validation names the unknown type
         if isinstance(kind, type) and (issubclass(kind, BaseModel) or dataclasses.is_dataclass(kind)):
-            return _hints(kind), Any
+            return _field_types(kind), Any
         if typing.get_origin(kind) is dict:
             return {}, typing.get_args(kind)[1]
     return {}, Any
@@ -80,7 +80,7 @@ def _items_of(kinds: Sequence[object], count: int) -> list[object]:
 
 
 @functools.cache
-def _hints(cls: type) -> dict[str, object]:
+def _field_types(cls: type) -> dict[str, object]:
     try:
         return typing.get_type_hints(cls, include_extras=True)
     except NameError:  # a class of one's own whose types are only there for a checker

@@ -64,13 +64,13 @@ class Section(BaseModel):
 NOT_FINITE = "Input should be a finite number"
 
 
-def leaves(value: object, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tuple[Hashable, ...], object]]:
+def iterate_leaves(value: object, place: tuple[Hashable, ...] = ()) -> Iterator[tuple[tuple[Hashable, ...], object]]:
     """The values of nested mappings and lists that are neither, each with its place: the keys and indices to it."""
     if not isinstance(value, (dict, list)):
         yield place, value
     inside = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inside:
-        yield from leaves(item, (*place, key))
+        yield from iterate_leaves(item, (*place, key))
 
 
 def flatten(value: object, name: str = "") -> dict[str, object]:
@@ -185,7 +185,7 @@ class Variant:
         unknown = [
             {"type": "extra_forbidden", "loc": (key,), "msg": "", "input": None} for key in fields if key not in names
         ]
-        numbers = {loc: number for loc, number in leaves(fields) if isinstance(number, float)}
+        numbers = {loc: number for loc, number in iterate_leaves(fields) if isinstance(number, float)}
         # json.dumps writes NaN and Infinity, which pydantic would take for numbers
         not_finite = {loc: number for loc, number in numbers.items() if not math.isfinite(number)}
         unknown += [

@@ -203,12 +203,12 @@ def _describe(
             whole = (FieldHelp(path, "section", "null", field.description or ""),) if is_optional else ()
             inner_sections += _describe(inner, f"{path}.", presets.get(name, {}), whole)
             continue
-        variant = next((marker for marker in _metadata(field) if isinstance(marker, Variant)), None)
+        variant = next((marker for marker in _annotations(field) if isinstance(marker, Variant)), None)
         plain_fields.append(
             FieldHelp(
                 path,
                 _type_name(field.annotation, variant),
-                f"{presets[name]}, from the recipe" if name in presets else _default(field, variant),
+                f"{presets[name]}, from the recipe" if name in presets else _shown_default(field, variant),
                 field.description or "",
                 tuple(_describe_variant(cls) for cls in find_variants(variant.source).values()) if variant else (),
                 f"{path}.0" if typing.get_origin(field.annotation) is list else path,
@@ -277,7 +277,7 @@ def _entry(field: FieldHelp) -> list[str]:
     return [f"  --{field.path} {field.kind}  (default: {field.default})", *(f"      {line}" for line in wrapped)]
 
 
-def _default(field: FieldInfo, variant: Variant | None) -> str:
+def _shown_default(field: FieldInfo, variant: Variant | None) -> str:
     if field.is_required():
         return "required"
     value = field.get_default(call_default_factory=True)
@@ -286,7 +286,7 @@ def _default(field: FieldInfo, variant: Variant | None) -> str:
     return "null" if value is None else str(value)
 
 
-def _metadata(field: FieldInfo) -> list[object]:
+def _annotations(field: FieldInfo) -> list[object]:
     """Annotations of a field and of the items of a list field."""
     items = typing.get_args(field.annotation)
     return [*field.metadata, *(note for item in items for note in getattr(item, "__metadata__", ()))]

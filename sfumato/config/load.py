@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from sfumato.config.as_written import with_written_texts
-from sfumato.config.base import Section, inner_section, leaves
+from sfumato.config.base import Section, inner_section, iterate_leaves
 from sfumato.config.hub import has_hub_names, pin_revisions
 from sfumato.config.open_mappings import JsonObject
 from sfumato.config.paths import CHECKPOINT_NAME, refuse_run_among_data
@@ -62,7 +62,7 @@ def parse_overrides(arguments: list[str]) -> Overrides:
                 f"unexpected argument {shorten(argument)}: after the YAML file come overrides such as --train.lr 1e-4"
             )
         name, equals, value = argument[2:].partition("=")
-        short_name = _cut(name, LONGEST_SHOWN)
+        short_name = _cut_text(name, LONGEST_SHOWN)
         if not equals:
             if not rest or rest[0].startswith("--"):
                 raise ConfigError(
@@ -194,13 +194,15 @@ def load_config(
     written = merge(merge(presets, written), getattr(overrides, "written", overrides))
     merged = with_written_texts(merged, written, schema)
     # before validation, whose messages repeat values
-    secrets = {place: secret_problem(place, value) for place, value in leaves(merged)}
+    secrets = {place: secret_problem(place, value) for place, value in iterate_leaves(merged)}
     if any(secrets.values()):
-        raise _join_mistakes([f"{_locate(place, path, overrides)}: {why}" for place, why in secrets.items() if why])
+        raise _join_mistakes(
+            [f"{_locate_value(place, path, overrides)}: {why}" for place, why in secrets.items() if why]
+        )
     # validation takes any whole number, which would fail far from the configuration
-    numbers = {place: value for place, value in leaves(merged) if isinstance(value, int)}
+    numbers = {place: value for place, value in iterate_leaves(merged) if isinstance(value, int)}
     if too_large := [place for place, value in numbers.items() if not -(2**63) < value < 2**63]:
-        raise _join_mistakes([f"{_locate(place, path, overrides)}: {TOO_LARGE}" for place in too_large])
+        raise _join_mistakes([f"{_locate_value(place, path, overrides)}: {TOO_LARGE}" for place in too_large])
     try:
         # as JSON, in which a strict schema still takes lists for tuples
         config = schema.model_validate_json(json.dumps(merged, default=str), strict=True)
@@ -266,7 +268,7 @@ def help_part(arguments: list[str]) -> str:
 
 def _join_mistakes(lines: list[str]) -> ConfigError:
     """Mistakes as one error, each once, at most ``MOST_SHOWN`` of them, without characters that a terminal acts on."""
-    parts = [_cut(part, 2400) for line in lines for part in line.split("\n")]
+    parts = [_cut_text(part, 2400) for line in lines for part in line.split("\n")]
     lines = ["".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in part) for part in parts]
     lines = list(dict.fromkeys(lines))
     more = [f"and {len(lines) - MOST_SHOWN} more mistakes"] if len(lines) > MOST_SHOWN else []
@@ -297,13 +299,15 @@ def _describe(
     context = error.get("ctx", {})
     if error["type"] == "variant":
         subs = [{**sub, "loc": location + tuple(sub["loc"])} for sub in context["errors"]]
-        return "\n".join(_describe_one(sub, context["names"], path, overrides) + _foreign(sub, schema) for sub in subs)
+        return "\n".join(
+            _describe_one(sub, context["names"], path, overrides) + _name_of_other_tools(sub, schema) for sub in subs
+        )
     if error["type"] == "unknown_variant" and "known" in context:
         location += ("type",)
         hint = suggest(context["value"], context["known"])
-        return f"{_locate(location, path, overrides)}: unknown type {context['name']}{hint}"
+        return f"{_locate_value(location, path, overrides)}: unknown type {context['name']}{hint}"
     text = _describe_one(error, _field_names(schema, location[:-1]), path, overrides)
-    foreign = _foreign(error, schema)
+    foreign = _name_of_other_tools(error, schema)
     if error["type"] == "extra_forbidden" and (places := _places_of(schema, str(location[-1]), location)):
         meant = " or ".join(f"--{place}" if text.startswith("--") else place for place in places)
         text = f"{text.partition(';')[0]}; did you mean {meant}?"
@@ -314,7 +318,7 @@ def _describe(
     return text + foreign
 
 
-def _foreign(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
+def _name_of_other_tools(error: Mapping[str, Any], schema: type[BaseModel]) -> str:
     """The end of a message about an unknown key: what it is called here, where it is an option of another tool."""
     if error["type"] != "extra_forbidden":
         return ""
@@ -341,12 +345,12 @@ def _places_of(schema: type[BaseModel], name: str, location: tuple[str | int, ..
 def _describe_one(
     error: Mapping[str, Any], names: list[str], path: str | Path | None, overrides: dict[str, object]
 ) -> str:
-    where = _locate(tuple(error["loc"]), path, overrides)
+    where = _locate_value(tuple(error["loc"]), path, overrides)
     if error["type"] == "extra_forbidden":
         return f"{where}: unknown key{suggest(str(error['loc'][-1]), names)}"
     if error["type"] == "missing":
         return f"{where}: required, but not set"
-    message = _cut(error["msg"].removeprefix("Value error, "), LONGEST_MESSAGE)
+    message = _cut_text(error["msg"].removeprefix("Value error, "), LONGEST_MESSAGE)
     value = error.get("input")
     if where.startswith("--") and error["type"] == "string_type" and isinstance(value, (dict, list)):
         message = (
@@ -371,14 +375,14 @@ def _explain_list(where: str, value: object) -> str:
 
 def shorten(value: object) -> str:
     """A value as a message shows it, its middle left out where it is long."""
-    return _cut(repr(value), LONGEST_SHOWN)
+    return _cut_text(repr(value), LONGEST_SHOWN)
 
 
-def _cut(text: str, longest: int) -> str:
+def _cut_text(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[: longest // 2]}...{text[-longest // 2 :]}"
 
 
-def _locate(location: tuple[Hashable, ...], path: str | Path | None, overrides: Mapping[str, object]) -> str:
+def _locate_value(location: tuple[Hashable, ...], path: str | Path | None, overrides: Mapping[str, object]) -> str:
     """The place of a value for a message: ``file: a.b.c`` if it is from the file, ``--a.b.c`` if from an override."""
     dotted = ".".join(str(part) for part in location)
     node: object = overrides

@@ -13,7 +13,7 @@ from sfumato.config.sections import EpochTrainConfig
 from sfumato.data.epoch_order import EpochOrder, refuse_repetition
 from sfumato.data.images.buckets import Buckets
 from sfumato.errors import DataError
-from sfumato.parallel.bin_packing import deal
+from sfumato.parallel.bin_packing import deal_bins
 from sfumato.parallel.mesh import Mesh
 
 
@@ -174,7 +174,7 @@ class IndexLoader:
             half = len(positions) // 2
             pieces[largest : largest + 1] = [(number, positions[:half]), (number, positions[half:])]
         costs = [len(positions) * math.prod(buckets.sizes[number]) for number, positions in pieces]
-        dealt = deal([[index] for index in range(len(pieces))], costs, self._num_ranks)[self._rank]
+        dealt = deal_bins([[index] for index in range(len(pieces))], costs, self._num_ranks)[self._rank]
         batches = []
         for [index] in dealt:  # each bin is one piece
             number, positions = pieces[index]

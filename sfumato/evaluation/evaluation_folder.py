@@ -14,7 +14,7 @@ from sfumato.config.writing import write_atomically
 from sfumato.evaluation.results import Evaluation, as_json, as_markdown, rows_of
 from sfumato.evaluation.samples_folder import SamplesFolder, write_sections
 from sfumato.tracking.json_lines import strict_json
-from sfumato.tracking.report_tables import numbers_table, section
+from sfumato.tracking.report_tables import numbers_table, render_section
 
 INTERVALS = "Brackets hold 95 % bootstrap intervals over prompts; differences are over pairs of equal prompt and seed."
 
@@ -29,7 +29,7 @@ def write_evaluation(folder: Path, evaluation: Evaluation, samples: SamplesFolde
     """
     write_atomically(folder / "evaluation.json", f"{strict_json(as_json(evaluation))}\n".encode())
     write_atomically(folder / "evaluation.md", printable(as_markdown(evaluation)).encode())
-    sections = [_table(evaluation)]
+    sections = [_results_table(evaluation)]
     if samples is not None:
         sections.append(samples.grid())
     return write_sections(folder, "Evaluation", evaluation.notes, sections)
@@ -50,8 +50,8 @@ def print_table(evaluation: Evaluation, as_json_text: bool) -> None:
     Console().print(table)
 
 
-def _table(evaluation: Evaluation) -> str:
+def _results_table(evaluation: Evaluation) -> str:
     """The table on the page."""
     columns, rows = rows_of(evaluation)
     body = "".join(f"<tr>{''.join(f'<td>{escape(printable(cell))}</td>' for cell in row)}</tr>" for row in rows)
-    return section("Results", INTERVALS, numbers_table([escape(printable(column)) for column in columns], body))
+    return render_section("Results", INTERVALS, numbers_table([escape(printable(column)) for column in columns], body))

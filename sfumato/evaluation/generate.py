@@ -73,7 +73,7 @@ def draw_samples(
             from sfumato.evaluation.texts import find_prompted_run  # not at the top: diffusion needs no transformers
 
             find_prompted_run(sources)
-    models = _diffusion(sources, options) if kinds == {True} else _language(sources, options)
+    models = _load_diffusion(sources, options) if kinds == {True} else _load_language(sources, options)
     chosen: list[Any] | None = None
     for source, model, choose in models:
         # language models have templates of their own
@@ -101,7 +101,7 @@ Models = Iterator[tuple[ModelSource, "PictureModel | TextModel", Callable[[Promp
 """Each source with its model, and a function that reads the prompts for it."""
 
 
-def _diffusion(sources: Sequence[ModelSource], options: GenerationOptions) -> Models:
+def _load_diffusion(sources: Sequence[ModelSource], options: GenerationOptions) -> Models:
     """Diffusion models. Their modules are imported here: language models need no diffusers."""
     from sfumato.evaluation.pictures import make_prompts_of_words, picture_models, picture_prompts, read_prompts_file
 
@@ -116,7 +116,7 @@ def _diffusion(sources: Sequence[ModelSource], options: GenerationOptions) -> Mo
         yield source, model, choose
 
 
-def _language(sources: Sequence[ModelSource], options: GenerationOptions) -> Models:
+def _load_language(sources: Sequence[ModelSource], options: GenerationOptions) -> Models:
     """Language models."""
     from sfumato.evaluation.texts import make_rows_of_words, read_text_prompts_file, text_models, text_prompts
 

@@ -17,7 +17,7 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs
 from sfumato.config.open_mappings import Keywords
 from sfumato.errors import ConfigError
 from sfumato.rollout.engines.base import GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.kinds.base import request_seed
 from sfumato.rollout.text.policy import stop_tokens
 
@@ -99,7 +99,7 @@ class HarnessModel(TemplateLM):
         order = sorted(range(len(requests)), key=lambda index: -len(sequences[index]))
         answers: list[tuple[float, bool]] = [(math.nan, False)] * len(requests)
         engine = cast("EmbeddedEngine", self.model.engine(max(map(len, sequences)) - 1))
-        for batch in _batches(order, [len(sequence) for sequence in sequences]):
+        for batch in _batch_by_length(order, [len(sequence) for sequence in sequences]):
             scored = engine.score([sequences[index] for index in batch])
             for index, (log_probs, is_likeliest) in zip(batch, scored, strict=True):
                 length = len(requests[index][2])
@@ -163,13 +163,13 @@ class HarnessModel(TemplateLM):
             request_seed(self.model.settings.seed, "harness", 0, self._num_drawn + row) for row in range(len(texts))
         ]
         self._num_drawn += len(texts)
-        drawn = complete(
+        drawn = complete_requests(
             self.model.engine(max(map(len, prompts)) + longest),
             [GenerationRequest(ids, seed, longest) for ids, seed in zip(prompts, seeds, strict=True)],
             sampling,
         )
         answers = [self.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in drawn]
-        return [_before(answer, stops) for answer in answers]
+        return [_cut_at_stops(answer, stops) for answer in answers]
 
 
 def read_temperature(settings: Keywords) -> float:
@@ -192,7 +192,7 @@ def read_temperature(settings: Keywords) -> float:
     return 1.0 if settings.get("temperature") is None else float(settings["temperature"])
 
 
-def _before(text: str, stops: Sequence[str]) -> str:
+def _cut_at_stops(text: str, stops: Sequence[str]) -> str:
     """The text before the first of the stop texts in it."""
     for stop in stops:
         if stop:
@@ -200,7 +200,7 @@ def _before(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def _batches(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+def _batch_by_length(order: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
     """Indices in order, as batches of at most ``TOKENS_AT_ONCE`` tokens with padding."""
     batches: list[list[int]] = []
     for index in order:

@@ -113,7 +113,7 @@ def build_section(section: type[SectionT], fields: Mapping[str, object]) -> Sect
         raise ConfigError("\n".join(texts)) from error
 
 
-def ignore(text: str) -> None:
+def ignore_line(text: str) -> None:
     """Takes lines of loaders of data: what the data of a run says was said when the run began."""
 
 

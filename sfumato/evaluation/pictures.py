@@ -19,7 +19,7 @@ from sfumato.data.images.source_images import check_source_images, group_by_sour
 from sfumato.data.sounds.sound_text import open_captioned
 from sfumato.errors import ConfigError
 from sfumato.evaluation.model_files import check_model_is_here, load_checkpoint
-from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore
+from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore_line
 from sfumato.evaluation.sources import ModelSource, first_run, one_process, run_with_prompts
 from sfumato.models.diffusion.adapter_files import load_from_diffusers
 from sfumato.models.diffusion.base import DiffusionModel, set_output
@@ -191,7 +191,7 @@ def picture_models(
     model: DiffusionModel | None = None
     drawn: PictureModel | None = None
     for source in sources:
-        architecture = _architecture(source, options)
+        architecture = _architecture_folder(source, options)
         if model is None or drawn is None or architecture != loaded_from:
             model = drawn = None  # frees the memory before the next one is loaded
             model = _load(source, architecture, options, device)
@@ -235,7 +235,7 @@ def picture_settings(sources: Sequence[ModelSource], options: GenerationOptions)
             config.train.seed,
             config.train.micro_batch_size,
         )
-    return _replaced(settings, options)
+    return _override_settings(settings, options)
 
 
 def default_settings(model: DiffusionModel, options: GenerationOptions) -> PictureSettings:
@@ -248,14 +248,16 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
     if model.makes_sound:
         size = sound_size(float(default("duration", default("audio_duration", 10.0))))
         steps = default("num_inference_steps", 50)
-        return _replaced(PictureSettings(*size, steps, model.default_guidance or 1.0, DEFAULT_SEED, 1), options)
+        return _override_settings(
+            PictureSettings(*size, steps, model.default_guidance or 1.0, DEFAULT_SEED, 1), options
+        )
     scale = getattr(model.pipeline, "vae_scale_factor", 8)
     denoiser = getattr(model.denoiser, "config", {})  # which has the sizes of Stable Diffusion and CogVideoX
     side = getattr(model.pipeline, "default_sample_size", denoiser.get("sample_size"))
     side = side if isinstance(side, int) else 512 // scale
     # LTX-2's pipeline takes 121 frames where it is not told
     frames = 121 if model.makes_video_with_sound else denoiser.get("sample_frames", 1)
-    return _replaced(
+    return _override_settings(
         PictureSettings(
             default("height", denoiser.get("sample_height", side) * scale),
             default("width", denoiser.get("sample_width", side) * scale),
@@ -269,7 +271,7 @@ def default_settings(model: DiffusionModel, options: GenerationOptions) -> Pictu
     )
 
 
-def _replaced(settings: PictureSettings, options: GenerationOptions) -> PictureSettings:
+def _override_settings(settings: PictureSettings, options: GenerationOptions) -> PictureSettings:
     """Settings with what the options give in their place."""
     replacements = options.given(("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "seed"))
     if options.batch_size is not None:
@@ -302,9 +304,9 @@ def picture_prompts(sources: Sequence[ModelSource], limit: int | None) -> list[P
         count = config.eval.num_prompts if limit is None else min(limit, config.eval.num_prompts)
         return load_prompts(config.data, "eval", count)
     if run.task == "train_dit_dpo":
-        dataset = open_image_pairs(config.data, config.train.seed, ignore)
+        dataset = open_image_pairs(config.data, config.train.seed, ignore_line)
     else:
-        dataset = open_captioned(config.data, config.train.seed, ignore)
+        dataset = open_captioned(config.data, config.train.seed, ignore_line)
     texts, images = choose_grid(config.sample, dataset, family_of(config.model).takes_image)
     prompts = [
         Prompt(text, {}, f"{run.folder}: prompt {index}", cast(Any, None if image is None else ReadImage(image)))
@@ -345,7 +347,7 @@ def read_prompts_file(path: str, key: str | None, limit: int | None) -> list[Pro
     return load_prompts(build_section(PromptDataConfig, fields), "eval")[:limit]
 
 
-def _architecture(source: ModelSource, options: GenerationOptions) -> Path:
+def _architecture_folder(source: ModelSource, options: GenerationOptions) -> Path:
     """The folder of the run or of the pipeline that a model is built of."""
     if source.kind in ("run", "checkpoint"):
         assert source.run is not None

@@ -105,13 +105,13 @@ class Playground:
             CheckpointError: for a damaged checkpoint.
         """
         question.check_fits(self.draws_pictures)
-        for step, source in self._asked(question):
+        for step, source in self._sources_of_question(question):
             started = time.perf_counter()
             self._take(source)
             sample, settings = self._answerer.answer(question)
             yield PlaygroundAnswer(source.label, step, sample, settings, time.perf_counter() - started)
 
-    def _asked(self, question: Question) -> list[tuple[int | None, ModelSource]]:
+    def _sources_of_question(self, question: Question) -> list[tuple[int | None, ModelSource]]:
         choice = question.choice
         base: list[tuple[int | None, ModelSource]] = [(None, self._first)] if self.has_base else []
         if choice == "base":

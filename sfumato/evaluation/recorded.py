@@ -31,17 +31,17 @@ class RecordedSample:
     @property
     def sample_id(self) -> int:
         """Unique among the samples of its kind and step."""
-        return _whole(self.row, "sample_id")
+        return _whole_number(self.row, "sample_id")
 
     @property
     def seed(self) -> int:
         """Keys its noise."""
-        return _whole(self.row, "seed")
+        return _whole_number(self.row, "seed")
 
     @property
     def policy_version(self) -> int:
         """Updates of the weights that drew it."""
-        return _whole(self.row, "policy_version")
+        return _whole_number(self.row, "policy_version")
 
     @property
     def kind(self) -> str:
@@ -68,7 +68,7 @@ class RecordedSample:
         return f"{self.kind} sample {self.sample_id} of step {self.step}"
 
 
-def _whole(row: Mapping[str, object], name: str) -> int:
+def _whole_number(row: Mapping[str, object], name: str) -> int:
     value = row.get(name, 0)
     return value if isinstance(value, int) else 0
 
@@ -81,19 +81,21 @@ def find_recorded(run: SourceRun, step: int, kind: str, sample_id: int) -> Recor
     """
     steps = sample_steps(run.folder)
     if step not in steps:
-        raise DataError(f"{run.folder} has no samples of step {step}; it has those of {_listed(steps)}")
+        raise DataError(f"{run.folder} has no samples of step {step}; it has those of {_list_numbers(steps)}")
     rows = read_step(run.folder, step)
-    siblings = sorted((row for row in rows if row.get("kind") == kind), key=lambda row: _whole(row, "sample_id"))
+    siblings = sorted((row for row in rows if row.get("kind") == kind), key=lambda row: _whole_number(row, "sample_id"))
     for row in siblings:
         if row.get("sample_id") == sample_id:
             return RecordedSample(run, step, row, tuple(siblings))
     others = [other for other in KINDS if other != kind and any(row.get("kind") == other for row in rows)]
     hint = f"; it has samples of --kind {' and '.join(others)}, too" if others else ""
-    numbers = [_whole(row, "sample_id") for row in siblings]
-    raise DataError(f"step {step} of {run.folder} has no {kind} sample {sample_id}; it has {_listed(numbers)}{hint}")
+    numbers = [_whole_number(row, "sample_id") for row in siblings]
+    raise DataError(
+        f"step {step} of {run.folder} has no {kind} sample {sample_id}; it has {_list_numbers(numbers)}{hint}"
+    )
 
 
-def _listed(numbers: list[int]) -> str:
+def _list_numbers(numbers: list[int]) -> str:
     if not numbers:
         return "none"
     shown = ", ".join(map(str, numbers[:MOST_NAMED]))
@@ -129,7 +131,7 @@ def choose_weights(recorded: RecordedSample) -> ChosenWeights:
             notes.append(f"passed over: {error}")
             continue
         return ChosenWeights(
-            ModelSource("checkpoint", folder, f"step {step}", run, _section(recorded)), step, (*notes,)
+            ModelSource("checkpoint", folder, f"step {step}", run, _checkpoint_section(recorded)), step, (*notes,)
         )
     loaded = getattr(run.config.train, "load_checkpoint_path", None)
     is_own = loaded in (None, "auto", "new") or Path(loaded).absolute().parent.parent == run.folder.absolute()
@@ -141,7 +143,7 @@ def choose_weights(recorded: RecordedSample) -> ChosenWeights:
     return ChosenWeights(ModelSource("run", run.folder, "base", run), 0, (*notes,))
 
 
-def _section(recorded: RecordedSample) -> str | None:
+def _checkpoint_section(recorded: RecordedSample) -> str | None:
     """The weights of a checkpoint that drew the sample: the moving average of an evaluation, or the sampling policy."""
     config = recorded.run.config
     draws_as_policy = recorded.kind == "train" or getattr(config, "sampler_evaluates", False)

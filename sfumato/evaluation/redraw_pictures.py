@@ -55,7 +55,7 @@ def _redraw_evaluation(recorded: RecordedSample, model: PictureModel, source: Mo
     start = place_of(rows, recorded) // size * size
     ids = rows[start : start + size]
     samples = model.draw([prompts[row] for row in ids], ids)
-    return Redrawn(samples[place_of(ids, recorded)], how=_how(len(ids)))
+    return Redrawn(samples[place_of(ids, recorded)], how=_describe_micro_batch(len(ids)))
 
 
 def _redraw_training(recorded: RecordedSample, model: DiffusionModel) -> Redrawn:
@@ -69,7 +69,7 @@ def _redraw_training(recorded: RecordedSample, model: DiffusionModel) -> Redrawn
     encoded = EncodedRequests(model, requests, prompts, config)
     latents, replay_data = _draw_training(model, encoded, config, recorded.step - 1)
     _, samples = encoded.rollout(latents, replay_data, recorded.policy_version)
-    return Redrawn(samples[place], how=_how(len(requests)))
+    return Redrawn(samples[place], how=_describe_micro_batch(len(requests)))
 
 
 def _draw_training(
@@ -113,5 +113,5 @@ def _draw_training(
     return final_samples.latents, final_samples
 
 
-def _how(count: int) -> str:
+def _describe_micro_batch(count: int) -> str:
     return f"drawn with the {count} samples of its micro-batch, as the run did" if count > 1 else ""

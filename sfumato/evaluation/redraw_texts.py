@@ -10,7 +10,7 @@ import numpy as np
 
 from sfumato.config.text_rl import TextRLConfig
 from sfumato.data.text.prompts import TextPrompt, TextPromptLoader, load_text_prompts
-from sfumato.evaluation.options import GenerationOptions, ignore
+from sfumato.evaluation.options import GenerationOptions, ignore_line
 from sfumato.evaluation.recorded import RecordedSample, Redrawn
 from sfumato.evaluation.redraw_units import check_prompt, evaluated_rows, place_of, training_unit
 from sfumato.evaluation.sources import ModelSource
@@ -75,7 +75,7 @@ def _training_batch(recorded: RecordedSample, model: TextModel) -> tuple[list[Te
     config = recorded.run.config
     assert isinstance(config, TextRLConfig)
     tools = model.settings.kind.tools()
-    settings = {"seed": config.train.seed, "tools": tools, "log": ignore}
+    settings = {"seed": config.train.seed, "tools": tools, "log": ignore_line}
     prompts = load_text_prompts(config.data, model.template, "train", **settings)
     requests = training_unit(recorded, TextPromptLoader.from_config(prompts, config))
     rollout = config.rollout

@@ -110,9 +110,9 @@ def replay(
         notes += not_compared
     else:
         notes.append("rewards were not computed again")
-    verdict, text = _judge(recorded, weights, parts, redrawn)
+    verdict, text = _judge_sample(recorded, weights, parts, redrawn)
     if verdict == "different":
-        notes += _reasons(recorded, device)
+        notes += _machine_differences(recorded, device)
     picture = None if out is None or redrawn.sample.image is None else _picture_path(recorded, out)
     return ReplayResult(
         verdict, text, (*parts,), (*notes,), redrawn.sample.text, None if picture is None else str(picture.absolute())
@@ -291,7 +291,7 @@ def _compare_reward(reward: Reward, saved: Mapping[str, object], sample: Sample)
     )
 
 
-def _judge(
+def _judge_sample(
     recorded: RecordedSample, weights: ChosenWeights, parts: list[Part], redrawn: Redrawn
 ) -> tuple[Verdict, str]:
     how = f" ({redrawn.how})" if redrawn.how else ""
@@ -308,7 +308,7 @@ def _judge(
     return "identical", f"equal to the bit: {equal}{how}"
 
 
-def _reasons(recorded: RecordedSample, device: torch.device) -> list[str]:
+def _machine_differences(recorded: RecordedSample, device: torch.device) -> list[str]:
     """What differs between the machine of the run and this one, which may be why bits do."""
     then = read_environment(recorded.run.folder)
     now = environment_of(Mesh(Layout(), device))

@@ -73,7 +73,7 @@ class Evaluation:
         """
         for model, values in by_model.items():
             finite = {key: value for key, value in values.items() if math.isfinite(value)}
-            interval = _interval(finite)
+            interval = _mean_with_interval(finite)
             failed = len(values) - len(finite)
             self.results.append(MetricResult(model, metric, *interval, len(finite), failed))
         reference = next((model for model in self.models if model in by_model), None)
@@ -87,7 +87,7 @@ class Evaluation:
                 if key in other and math.isfinite(values[key]) and math.isfinite(other[key])
             }
             unpaired = len(values) + len(other) - 2 * len(pairs)
-            interval = _interval(pairs)
+            interval = _mean_with_interval(pairs)
             self.differences.append(PairedResult(model, reference, metric, *interval, len(pairs), unpaired))
 
     def add_value(self, model: str, metric: str, value: float) -> None:
@@ -103,7 +103,7 @@ class Evaluation:
         return next((pair for pair in self.differences if (pair.model, pair.metric) == (model, metric)), None)
 
 
-def _interval(values: Values) -> Interval:
+def _mean_with_interval(values: Values) -> Interval:
     """The mean with its interval over prompts; NaN without values."""
     if not values:
         return Interval(math.nan, math.nan, math.nan)

@@ -21,9 +21,9 @@ from sfumato.rewards.base import Sample
 from sfumato.tracking.json_lines import strict_json
 from sfumato.tracking.page import render_page
 from sfumato.tracking.progress import format_value
-from sfumato.tracking.report_answers import folded
+from sfumato.tracking.report_answers import fold_text
 from sfumato.tracking.report_samples import audio_player, grid_table, picture_tag, prompt_rows
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.report_tables import render_section
 from sfumato.tracking.samples import FRAME_MS, thumbnail_data_uri, write_picture
 from sfumato.tracking.waveforms import VideoWithSound
 
@@ -110,7 +110,7 @@ class SamplesFolder:
         """Writes a sample's file and row; its pixels are not held on to. Raises OSError on a full disk."""
         file = self._write(named)
         with open_to_append(self.folder / ROWS) as rows:
-            rows.write(strict_json(self._row(named, file)).encode() + b"\n")
+            rows.write(strict_json(self._sample_row(named, file)).encode() + b"\n")
         sample = named.sample
         self._written.append(
             _Written(
@@ -140,14 +140,14 @@ class SamplesFolder:
         body = []
         for (prompt_id, seed), by_model in shown:
             row = [
-                self._cell(by_model[model]) if model in by_model else "<span class=gap>absent</span>"
+                self._render_sample(by_model[model]) if model in by_model else "<span class=gap>absent</span>"
                 for model in models
             ]
             prompt = next(iter(by_model.values())).prompt
-            body.append(prompt_rows(prompt, seed, self._source(prompt_id), row))
+            body.append(prompt_rows(prompt, seed, self._render_source(prompt_id), row))
         hidden = f"{len(shown)} of {len(cells)} rows; all are in {ROWS}" if len(shown) < len(cells) else ""
         width = max(104, min(MAX_PIXELS, 1080 // max(len(models), 1) - 10))
-        return section("Same prompts and seeds", hidden, grid_table(head, body, width))
+        return render_section("Same prompts and seeds", hidden, grid_table(head, body, width))
 
     def _write(self, named: NamedSample) -> str:
         """Writes the content, and returns the path of its file within the folder."""
@@ -174,7 +174,7 @@ class SamplesFolder:
         # which pages embed
         write_picture(sample.image, path.with_name(f"{path.name}.webp"), round(1000 / frame_rate))
         has_mp4 = write_video(sample.image, path.with_name(f"{path.name}.mp4"), frame_rate)
-        return f"{name}{self._ending(has_mp4, 'OpenCV with VP9')}"
+        return f"{name}{self._video_ending(has_mp4, 'OpenCV with VP9')}"
 
     def _write_video_with_sound(self, content: VideoWithSound, path: Path) -> str:
         """Writes an animation, which pages embed, a WAV file, and both as one MP4 file where PyAV is installed."""
@@ -182,9 +182,9 @@ class SamplesFolder:
         with open_new(path.with_name(f"{path.name}.wav")) as file:
             file.write(content.sound.wav())
         has_mp4 = write_sounding_video(content, path.with_name(f"{path.name}.mp4"))
-        return f"{path.parent.name}/{path.name}{self._ending(has_mp4, 'PyAV')}"
+        return f"{path.parent.name}/{path.name}{self._video_ending(has_mp4, 'PyAV')}"
 
-    def _ending(self, has_mp4: bool, needed: str) -> str:
+    def _video_ending(self, has_mp4: bool, needed: str) -> str:
         """The ending of a video's file; one that is no MP4 is noted in ``left_out``."""
         if not has_mp4:
             self.left_out = (
@@ -192,7 +192,7 @@ class SamplesFolder:
             )
         return ".mp4" if has_mp4 else ".webp"
 
-    def _row(self, named: NamedSample, file: str) -> dict[str, object]:
+    def _sample_row(self, named: NamedSample, file: str) -> dict[str, object]:
         sample = named.sample
         row: dict[str, object] = {
             "model": named.model,
@@ -221,14 +221,14 @@ class SamplesFolder:
             self._sources[named.prompt_id] = name
         return self._sources[named.prompt_id]
 
-    def _cell(self, written: _Written) -> str:
+    def _render_sample(self, written: _Written) -> str:
         """A sample on the page, with its rewards below."""
         if written.text is not None:
-            content = f'<div class="text">{folded(written.text)}</div>'
+            content = f'<div class="text">{fold_text(written.text)}</div>'
         else:
             path = self.folder / written.file
             # browsers show the animation beside a video; there may be none of the other kinds
-            content = _picture(path.with_suffix(SHOWN_AS.get(path.suffix, path.suffix)), written.prompt)
+            content = _embed_picture(path.with_suffix(SHOWN_AS.get(path.suffix, path.suffix)), written.prompt)
             sound = path.with_suffix(".wav")
             if sound.is_file():
                 content += audio_player(sound, str(Path(written.file).with_suffix(".wav")))
@@ -239,12 +239,12 @@ class SamplesFolder:
         )
         return f"{content}{damage}{rewards}"
 
-    def _source(self, prompt_id: int) -> str:
+    def _render_source(self, prompt_id: int) -> str:
         """The prompt's image on the page."""
         name = self._sources.get(prompt_id)
         if name is None:
             return ""
-        return f'<div class="source">{_picture(self.folder / name, "source")}<small>source</small></div>'
+        return f'<div class="source">{_embed_picture(self.folder / name, "source")}<small>source</small></div>'
 
 
 def write_sections(folder: Path, title: str, notes: Sequence[str], sections: Sequence[str]) -> Path:
@@ -319,6 +319,6 @@ def write_sounding_video(content: VideoWithSound, path: Path) -> bool:
     return True
 
 
-def _picture(path: Path, alt: str) -> str:
+def _embed_picture(path: Path, alt: str) -> str:
     """An embedded picture; small ones with hard pixels."""
     return picture_tag(*thumbnail_data_uri(path, MAX_PIXELS), printable(alt))

@@ -26,7 +26,7 @@ from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_templ
 from sfumato.data.text.prompts import TextPrompt, encode_rows, load_text_prompts
 from sfumato.errors import ConfigError
 from sfumato.evaluation.model_files import check_model_is_here, load_checkpoint
-from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore
+from sfumato.evaluation.options import OF_FOLDERS, GenerationOptions, build_section, follow_run, ignore_line
 from sfumato.evaluation.sources import ModelSource, SourceRun, one_process, run_with_prompts
 from sfumato.models.language.hf_config import changing_positions, max_positions
 from sfumato.models.language.load import build_language_model
@@ -235,7 +235,7 @@ def text_models(sources: Sequence[ModelSource], options: GenerationOptions) -> I
     text_model: TextModel | None = None
     settings: TextSettings | None = None
     for source in sources:
-        architecture = _architecture(source, options)
+        architecture = _architecture_folder(source, options)
         if text_model is None or architecture != loaded_from:
             text_model = None  # frees the memory before the next one is loaded
             text_model = _load(source, architecture, options, device, settings)
@@ -283,9 +283,9 @@ def text_prompts(model: TextModel, sources: Sequence[ModelSource], limit: int | 
     config = run.config
     if isinstance(config, TextRLConfig):
         count = config.eval.num_prompts if limit is None else min(limit, config.eval.num_prompts)
-        settings = {"seed": config.train.seed, "tools": model.settings.kind.tools(), "log": ignore}
+        settings = {"seed": config.train.seed, "tools": model.settings.kind.tools(), "log": ignore_line}
         return load_text_prompts(config.data, model.template, "eval", limit=count, **settings)
-    answered = open_validation_prompts(config, model.model.tokenizer, model.model.vision, ignore)
+    answered = open_validation_prompts(config, model.model.tokenizer, model.model.vision, ignore_line)
     if not answered:
         raise ConfigError(f"{run.folder}: the run has no validation prompts: give --prompt TEXT or --prompts FILE")
     decode = model.template.decode
@@ -342,7 +342,7 @@ def read_text_prompts_file(model: TextModel, path: str, key: str | None, limit: 
     return load_text_prompts(config, model.template, "eval", tools=tools, log=model.say)[:limit]
 
 
-def _architecture(source: ModelSource, options: GenerationOptions) -> Path:
+def _architecture_folder(source: ModelSource, options: GenerationOptions) -> Path:
     """The folder of the run or of the model that a model is built of."""
     if source.kind in ("run", "checkpoint"):
         assert source.run is not None
@@ -392,7 +392,7 @@ def _load(
     if isinstance(config, TextRLConfig):
         template = build_text_template(config, model.tokenizer, reader)
         if options.chat_template is not None:
-            asked = _template(model, None, options)
+            asked = _choose_template(model, None, options)
             template = replace(asked, stop=template.stop, without_text=template.without_text)
         elif options.system_prompt is not None:
             template = replace(template, system_prompt=options.system_prompt)
@@ -407,7 +407,7 @@ def _load(
         )
         return TextModel(model, template, config.data.data_type, replaced_settings(settings, options), options.say)
     data_type = ImagePrompts() if reader is not None else Prompts()
-    template = _template(model, config.data, options)
+    template = _choose_template(model, config.data, options)
     template = replace(template, stop=tuple(config.eval.stop))
     stops = {"stop_token_ids": stop_tokens(template), "stop": template.stop}
     settings = settings or TextSettings(Sampling(0.0, **stops), config.eval.max_new_tokens, config.train.seed)
@@ -424,7 +424,7 @@ def _load_folder(
     train = one_process(TextRLTrainConfig.model_validate({"output_dir": str(folder)}))
     model = build_language_model(section, train, frozen=True, data_type=data_type)
     model.parallelize(Mesh(Layout(), device), train)
-    template = _template(model, None, options)
+    template = _choose_template(model, None, options)
     if settings is None:
         settings = generation_settings(folder, template)
     return TextModel(model, template, data_type, replaced_settings(settings, options), options.say)
@@ -451,7 +451,7 @@ def generation_settings(folder: Path, template: PromptTemplate) -> TextSettings:
     )
 
 
-def _template(model: LanguageModel, data: TextDataConfig | None, options: GenerationOptions) -> PromptTemplate:
+def _choose_template(model: LanguageModel, data: TextDataConfig | None, options: GenerationOptions) -> PromptTemplate:
     """The template of prompts: the one asked for, that of a run's ``data``, the tokenizer's own, or none."""
     chosen = options.chat_template or (None if data is None else data.chat_template)
     if chosen is None and not model.tokenizer.chat_template:

@@ -17,7 +17,7 @@ from sfumato.errors import ConfigError
 from sfumato.models.adapter_variants import merge_variant, never_skip, variant_config
 from sfumato.parallel.expert_modules import has_experts
 from sfumato.parallel.plan import find_blocks, language_plan
-from sfumato.parallel.shards import local, plain_name, shard_of, whole
+from sfumato.parallel.shards import gather_whole, local_shard, plain_name, shard_of
 from sfumato.parallel.weights import real_stand_ins
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ def start_magnitudes(module: nn.Module) -> None:
         if weight.is_meta:
             magnitude.fill_(torch.nan)
         else:
-            norms = torch.linalg.vector_norm(whole(weight.detach()).float(), dim=1)
-            local(magnitude).copy_(shard_of(norms, magnitude))
+            norms = torch.linalg.vector_norm(gather_whole(weight.detach()).float(), dim=1)
+            local_shard(magnitude).copy_(shard_of(norms, magnitude))
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torchao.optim.adam import single_param_adam
 from torchao.optim.subclass_8bit import OptimState8bit
 
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import local_shard
 
 BLOCK = 256
 """Elements that share a scale."""
@@ -57,20 +57,20 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def _step_parameter(self, parameter: torch.nn.Parameter, group: dict[str, Any]) -> None:
         state = self.state[parameter]
-        shard = local(parameter.detach())
+        shard = local_shard(parameter.detach())
         state.setdefault("step", torch.tensor(0.0))
         # After a checkpoint was loaded the averages are float32; they are compressed again before their first use.
         for key, is_signed in (("exp_avg", True), ("exp_avg_sq", False)):
-            state[key] = compressed(state.get(key), shard, is_signed)
+            state[key] = compress_state(state.get(key), shard, is_signed)
         state["step"] += 1
         averages = state["exp_avg"], state["exp_avg_sq"]
         settings = torch.tensor(group["lr"]), *group["betas"], group["weight_decay"], group["eps"]
-        update = _compiled if shard.is_cuda else single_param_adam
+        update = _update_compiled if shard.is_cuda else single_param_adam
         # no third average (amsgrad); decoupled decay; no stochastic rounding
-        update(shard, local(cast(Tensor, parameter.grad)), state["step"], *averages, None, *settings, True, False)
+        update(shard, local_shard(cast(Tensor, parameter.grad)), state["step"], *averages, None, *settings, True, False)
 
 
-def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tensor:
+def compress_state(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tensor:
     """The state of a shard as the optimiser keeps it: in 8 bits where the shard is large enough, else float32.
 
     State that a checkpoint holds decompressed gets back the bits that it had: the table of values contains 1 and -1,
@@ -84,7 +84,7 @@ def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tenso
     """
     if isinstance(previous, OptimState8bit):
         return cast(Tensor, previous)
-    values = torch.zeros_like(shard) if previous is None else local(previous)
+    values = torch.zeros_like(shard) if previous is None else local_shard(previous)
     if shard.numel() < SMALLEST or shard.numel() % BLOCK:
         return values
     state = OptimState8bit.zeros(shard.shape, is_signed, BLOCK, shard.device, dtype=shard.dtype)
@@ -94,6 +94,6 @@ def compressed(previous: Tensor | None, shard: Tensor, is_signed: bool) -> Tenso
     return state.copy_(values)
 
 
-def _compiled(*arguments: object) -> None:
+def _update_compiled(*arguments: object) -> None:
     with torch._dynamo.utils.disable_cache_limit():  # one program for each shape, of which models may have many
         torch.compile(single_param_adam, fullgraph=True, dynamic=False)(*arguments)

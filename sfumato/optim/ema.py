@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from sfumato.algorithms.decay import Decay, WarmUp
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import local_shard, trainable_parameters
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -76,7 +76,7 @@ class Ema:
                 weight.copy_(trained_weights[name])
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: local(parameter.detach()) for name, parameter in trainable_parameters(self.module).items()}
+        return {name: local_shard(parameter.detach()) for name, parameter in trainable_parameters(self.module).items()}
 
 
 def averaged_weights(ema: Ema | None) -> AbstractContextManager[None]:

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from sfumato.parallel.expert_modules import find_experts, has_experts
-from sfumato.parallel.shards import local, placed_like, plain_name, ranges_of, whole, whole_shapes
+from sfumato.parallel.shards import gather_whole, local_shard, placed_like, plain_name, ranges_of, whole_shapes
 
 MOMENTUM = 0.95
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
@@ -55,7 +55,7 @@ def hidden_matrices(module: nn.Module) -> set[str]:
     return names
 
 
-def orthogonalised(matrices: Tensor) -> Tensor:
+def orthogonalise(matrices: Tensor) -> Tensor:
     """Moves singular values to about 1 (0.7 to 1.2) by Newton-Schulz steps.
 
     Args:
@@ -134,31 +134,31 @@ class Muon(torch.optim.AdamW):
         shapes: list[torch.Size] = []
         mine: Tensor | None = None
         for owner, parameter in enumerate(parameters):
-            gathered = sharers.gather(self._direction(parameter), parameter)
+            gathered = sharers.gather(self._nesterov_direction(parameter), parameter)
             shapes.append(gathered.shape)
             if owner == sharers.rank:
-                mine = orthogonalised(gathered.to(self._dtype(gathered)))
+                mine = orthogonalise(gathered.to(self._matrix_dtype(gathered)))
         for owner, (parameter, shape) in enumerate(zip(parameters, shapes, strict=True)):
-            shard = local(parameter)
+            shard = local_shard(parameter)
             is_mine = owner == sharers.rank
             # The last matrices of a group may be fewer than the ranks; ranks beyond them only receive.
-            update = mine if is_mine else torch.empty(shape, dtype=self._dtype(shard), device=shard.device)
+            update = mine if is_mine else torch.empty(shape, dtype=self._matrix_dtype(shard), device=shard.device)
             update = _shard(sharers.send(cast(Tensor, update), owner), parameter)
             shard.mul_(1 - group["lr"] * group["weight_decay"])
             # An orthogonal matrix has elements of RMS sqrt(1 / max(rows, cols)); AdamW's updates are of RMS 0.2 to 0.4.
             shard.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(shape[-2:])))
 
-    def _direction(self, parameter: nn.Parameter) -> Tensor:
+    def _nesterov_direction(self, parameter: nn.Parameter) -> Tensor:
         """This rank's shard of the momentum one step ahead (Nesterov)."""
         state = self.state[parameter]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
-        gradient = local(cast(Tensor, parameter.grad))
-        momentum = local(state["momentum_buffer"])
+        gradient = local_shard(cast(Tensor, parameter.grad))
+        momentum = local_shard(state["momentum_buffer"])
         momentum.lerp_(gradient, 1 - MOMENTUM)
         return gradient.lerp(momentum, MOMENTUM)
 
-    def _dtype(self, like: Tensor) -> torch.dtype:
+    def _matrix_dtype(self, like: Tensor) -> torch.dtype:
         return self.compute_dtype or (torch.bfloat16 if like.is_cuda else torch.float32)
 
 
@@ -191,7 +191,7 @@ class Sharers:
         assert isinstance(like, DTensor)  # else it would have no axes
         placed = placed_like(shard, like)
         if len(self.axes) == like.device_mesh.ndim:
-            return whole(placed)
+            return gather_whole(placed)
         placements = [Replicate() if axis in self.axes else placement for axis, placement in enumerate(like.placements)]
         return placed.redistribute(placements=placements).to_local()
 
@@ -230,7 +230,7 @@ def _shared_axes(parameter: nn.Parameter) -> tuple[int, ...]:
 
 def _shard(tensor: Tensor, parameter: nn.Parameter) -> Tensor:
     """This rank's shard of a tensor that is whole in every dimension, or already cut as ``parameter`` is in some."""
-    for dim, (size, ranges) in enumerate(zip(local(parameter).shape, ranges_of(parameter), strict=True)):
+    for dim, (size, ranges) in enumerate(zip(local_shard(parameter).shape, ranges_of(parameter), strict=True)):
         if tensor.shape[dim] != size:
             tensor = torch.cat([tensor.narrow(dim, start, stop - start) for start, stop in ranges], dim)
     return tensor

@@ -18,7 +18,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.sections import TrainConfig
 from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
+from sfumato.parallel.shards import local_shard, trainable_parameters, whole_shapes
 
 NAMED = 5
 """Parameters that an error names."""
@@ -115,7 +115,7 @@ def saved_shard(value: Tensor) -> Tensor:
     8-bit state is decompressed to float32. The optimiser compresses it again at its next step, and gets the same bits
     where the shard is the same.
     """
-    shard = local(value)
+    shard = local_shard(value)
     # An exact comparison: torchao's 8-bit state is a subclass of Tensor, which isinstance would let through.
     return shard if type(shard) is Tensor else shard.dequantize()
 

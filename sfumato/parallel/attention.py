@@ -157,7 +157,7 @@ def causal_schedule(groups: SequenceGroups, documents: Sequence[Sequence[int]]) 
         (range(members[0][0].start, members[-1][0].stop), range(members[-1][1].start, members[0][1].stop))
         for members in chunk_pairs
     ]
-    tiles = [_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
+    tiles = [_cut_into_tiles(documents, blocks[groups.ring_rank], keys) for keys in blocks]
     return Schedule(groups, tuple(runs), tuple(runs), tuple(sum(map(len, block)) for block in blocks), tuple(tiles))
 
 
@@ -189,12 +189,12 @@ def shard_embeddings(inputs: Keywords, mesh: Mesh) -> Keywords:
     return sharded
 
 
-def _ranges(lengths: Sequence[int]) -> list[range]:
+def _document_ranges(lengths: Sequence[int]) -> list[range]:
     """Token ranges of documents with these lengths, one after the other."""
     return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
 
 
-def _tiles(
+def _cut_into_tiles(
     documents: Sequence[Sequence[int]], query_runs: tuple[range, range], key_runs: tuple[range, range]
 ) -> tuple[Tile, ...]:
     """Tiles of a query and a key block, each of two runs of neighbouring tokens; rows with equal documents share them.
@@ -210,11 +210,11 @@ def _tiles(
     tiles: list[Tile] = []
     for lengths, group in groupby(range(len(documents)), key=lambda row: tuple(documents[row])):
         rows_alike = list(group)
-        spans = _ranges(lengths)
+        spans = _document_ranges(lengths)
         rows = slice(None) if len(rows_alike) == len(documents) else slice(rows_alike[0], rows_alike[-1] + 1)
         for queries, keys, query_base, key_base in run_pairs:
             if queries == keys:
-                tiles += _squares(rows, spans, queries, query_base)
+                tiles += _causal_squares(rows, spans, queries, query_base)
             elif queries and keys and keys.start < queries.start:
                 # Only the document of the first query can reach back to tokens before the run.
                 span = next(span for span in spans if queries.start in span)
@@ -225,7 +225,7 @@ def _tiles(
     return tuple(tiles)
 
 
-def _squares(rows: slice, spans: list[range], run: range, start: int) -> Iterator[Tile]:
+def _causal_squares(rows: slice, spans: list[range], run: range, start: int) -> Iterator[Tile]:
     """Causal squares of the documents within a run of tokens; neighbours of equal size become one tile."""
     clipped = (range(max(span.start, run.start), min(span.stop, run.stop)) for span in spans)
     for length, same_length in groupby(len(document) for document in clipped if document):

@@ -43,11 +43,11 @@ def pack(
     num_bins_per_rank = -(-least // multiple) * multiple
     while True:
         # First by cost, so that bins are equal; this may waste space, and then they are filled as densely as possible.
-        bins = _level(by_cost, costs, lengths, capacity, num_bins_per_rank * num_ranks) or _fill(
+        bins = _fill_lightest_bins(by_cost, costs, lengths, capacity, num_bins_per_rank * num_ranks) or _fill(
             by_length, lengths, capacity, num_bins_per_rank * num_ranks
         )
         if bins is not None:
-            return deal(bins, costs, num_ranks)
+            return deal_bins(bins, costs, num_ranks)
         num_bins_per_rank += multiple
 
 
@@ -59,7 +59,7 @@ def micro_batch_rule(config: ParallelConfig) -> tuple[int, int]:
     return 1, size if config.pipeline_schedule == "1f1b" else 1
 
 
-def _level(
+def _fill_lightest_bins(
     order: Sequence[int], weights: Sequence[float], lengths: Sequence[int], capacity: int, num_bins: int
 ) -> Bins | None:
     """Puts each sample into the lightest bin that has room for it; None when a sample fits into no bin."""
@@ -116,7 +116,7 @@ def _best_sum(samples: Sequence[int], lengths: Sequence[int], room: int) -> set[
     return chosen
 
 
-def deal(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
+def deal_bins(bins: Bins, costs: Sequence[float], num_ranks: int) -> list[Bins]:
     """Deals bins to ranks in rounds, the costliest first; in each round the rank with the least work so far chooses
     first. Ranks get equally many bins where their number divides that of the bins."""
     work = {index: sum(costs[position] for position in members) for index, members in enumerate(bins)}

@@ -38,7 +38,7 @@ def compiler_problem(device: str, backend: str = "inductor") -> str | None:
     stats = dict(counters["stats"])
     try:
         inputs = [torch.full(shape, 0.5, device=device, requires_grad=True) for shape in ((8, 16), (32, 16), (16, 32))]
-        torch.compile(_block, backend=backend)(*inputs).sum().backward()
+        torch.compile(_feed_forward, backend=backend)(*inputs).sum().backward()
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # compilers, their libraries and torch raise what they like
@@ -58,7 +58,7 @@ def first_paragraph(error: Exception) -> str:
     return " ".join(str(error).strip().partition("\n\n")[0].split())
 
 
-def _block(hidden: Tensor, up: Tensor, down: Tensor) -> Tensor:
+def _feed_forward(hidden: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return hidden + functional.linear(functional.silu(functional.linear(hidden, up)), down)
 
 

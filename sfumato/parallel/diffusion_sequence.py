@@ -59,7 +59,7 @@ class DiffusionSequence(SequenceState):
         self.module.register_forward_pre_hook(self._start)
         for pattern, cuts in self.plan.sequence.items():
             for name, target in self._find_modules(pattern).items():
-                self._plant(name, target, cuts)
+                self._install_hook(name, target, cuts)
         replicated = {name for pattern in self.plan.replicated_context for name in self._find_modules(pattern)}
         for name, submodule in self.module.named_modules():
             if getattr(submodule, "processor", None) is not None:
@@ -75,10 +75,10 @@ class DiffusionSequence(SequenceState):
             raise ConfigError(f"{self.name} has no module {pattern!r}, which its plan for sequence parallelism names")
         return matching
 
-    def _plant(self, name: str, target: nn.Module, cuts: Cuts | Gather | tuple[Cuts, Gather]) -> None:
+    def _install_hook(self, name: str, target: nn.Module, cuts: Cuts | Gather | tuple[Cuts, Gather]) -> None:
         if isinstance(cuts, tuple):
             for cut in cuts:
-                self._plant(name, target, cut)
+                self._install_hook(name, target, cut)
             return
         if isinstance(cuts, Gather):
             target.register_forward_hook(partial(self._join, name, cuts))
@@ -123,16 +123,16 @@ class DiffusionSequence(SequenceState):
     def _cut(self, place: str, value: Any, cut: Split) -> Any:
         """This rank's slice of a tensor, or of each tensor in a tuple or list, as a ``Split`` says."""
         if not cut.parts:
-            return self._part(place, value, cut.dim)
+            return self._slice_value(place, value, cut.dim)
         lengths = [self.cut[part] for part in cut.parts]
         *whole, rest = value.split([*lengths, value.shape[cut.dim] - sum(lengths)], dim=cut.dim)
-        parts = [self._part(f"{place}.{index}", part, cut.dim) for index, part in enumerate(whole)]
+        parts = [self._slice_value(f"{place}.{index}", part, cut.dim) for index, part in enumerate(whole)]
         return torch.cat([*parts, rest], dim=cut.dim)
 
-    def _part(self, place: str, value: Any, dim: int) -> Any:
+    def _slice_value(self, place: str, value: Any, dim: int) -> Any:
         """This rank's slice of a tensor along ``dim``, or of each tensor in a tuple or list."""
         if isinstance(value, tuple | list):
-            return type(value)(self._part(f"{place}.{index}", member, dim) for index, member in enumerate(value))
+            return type(value)(self._slice_value(f"{place}.{index}", member, dim) for index, member in enumerate(value))
         total = value.shape[dim]
         size = self.groups.size
         rank = self.groups.rank

@@ -18,7 +18,7 @@ from torch.nn import functional
 from sfumato.errors import ConfigError
 from sfumato.parallel.expert_modules import expert_placement, find_experts, is_experts
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import local_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -110,7 +110,7 @@ def exchanged_experts(
     ranks = cast("DTensor", experts.down_proj).device_mesh
     group = ranks.get_group()
     num_ranks = ranks.size()
-    num_experts = local(experts.down_proj).shape[0] * num_ranks
+    num_experts = local_shard(experts.down_proj).shape[0] * num_ranks
     device = hidden_states.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else experts.down_proj.dtype
     k = top_k_index.shape[-1]
@@ -223,19 +223,19 @@ def _sort(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def _compute(experts: ExpertsModule, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Runs the experts on their rows ``[rows, hidden]``, which are sorted by expert; ``counts`` are rows of each."""
-    rows = _linear(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
+    rows = _multiply_by_experts(experts, "gate_up_proj" if experts.has_gate else "up_proj", rows, counts, dtype)
     rows = experts._apply_gate(rows) if experts.has_gate else experts.act_fn(rows)
-    rows = _linear(experts, "down_proj", rows, counts, dtype)
+    rows = _multiply_by_experts(experts, "down_proj", rows, counts, dtype)
     return experts.post_expert_norm(rows) if getattr(experts, "has_post_expert_norm", False) else rows
 
 
-def _linear(experts: ExpertsModule, name: str, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+def _multiply_by_experts(experts: ExpertsModule, name: str, rows: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Multiplies the rows of each expert by its matrix in the parameter ``name``, and adds its bias if there is one."""
-    weight = local(getattr(experts, name)).to(dtype)
+    weight = local_shard(getattr(experts, name)).to(dtype)
     rows = grouped_matmul(rows, weight if experts.is_transposed else weight.transpose(1, 2), counts)
     if experts.has_bias:
         ids = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=len(rows))
-        rows = rows + local(getattr(experts, f"{name}_bias")).to(dtype)[ids]
+        rows = rows + local_shard(getattr(experts, f"{name}_bias")).to(dtype)[ids]
     return rows
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import local_shard
 
 NAMED = 3
 """Tensors that a message names; the others are counted."""
@@ -31,7 +31,7 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
         tensors: plain tensors or DTensors of any dtypes and devices; those on meta, and numbers that are no floats,
             are passed over.
     """
-    shards = {name: local(tensor.detach()) for name, tensor in tensors.items()}
+    shards = {name: local_shard(tensor.detach()) for name, tensor in tensors.items()}
     groups: dict[tuple[torch.device, torch.dtype], list[str]] = {}
     for name, shard in shards.items():
         is_float = shard.is_floating_point() and shard.dtype.itemsize > 1  # values of one byte are quantised
@@ -48,11 +48,11 @@ def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def together(names: Iterable[str], mesh: Mesh) -> list[str]:
+def gather_names(names: Iterable[str], mesh: Mesh) -> list[str]:
     """The names that any rank has, each once, in rank order. Every rank must call it."""
     return list(dict.fromkeys(name for rank_names in mesh.gather(list(names), over="world") for name in rank_names))
 
 
-def listed(names: Sequence[str], named: int = NAMED, separator: str = ", ") -> str:
+def list_first(names: Sequence[str], named: int = NAMED, separator: str = ", ") -> str:
     """The first few names, and how many more."""
     return separator.join(names[:named]) + (f" and {len(names) - named} more" if len(names) > named else "")

@@ -25,7 +25,7 @@ from sfumato.algorithms.reading import Numbers, read
 from sfumato.errors import NonFiniteError
 from sfumato.parallel.finite import not_finite
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import local_shard, trainable_parameters
 
 BUCKET_BYTES = 64 * 2**20
 """Gradients that one all-reduce sums."""
@@ -60,7 +60,7 @@ def reduce_and_clip(
     for parameter in parameters.values():
         if parameter.grad is None:  # a rank without samples in this step still takes part in the sum
             parameter.grad = torch.zeros_like(parameter)
-    gradients = {name: local(cast("Tensor", parameter.grad)) for name, parameter in parameters.items()}
+    gradients = {name: local_shard(cast("Tensor", parameter.grad)) for name, parameter in parameters.items()}
     # Before ranks are summed: afterwards NaN has spread, and no longer tells which rank it comes from.
     largest = _largest_values(gradients) if mesh.size > 1 else None
     if flat:  # fsdp1 has averaged gradients over ranks; they are to be sums

@@ -48,7 +48,7 @@ def attend(
         case "math":
             with torch.autocast(query.device.type, enabled=False):
                 wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
-                scores = _scores(wide[0], wide[1], scale, causal)
+                scores = _attention_scores(wide[0], wide[1], scale, causal)
                 result = (scores.softmax(-1) @ wide[2]).to(query.dtype), scores.logsumexp(-1)
     return result[0][..., : value.shape[-1]], result[1][..., : query.shape[2]]  # some kernels pad the log-sum-exp
 
@@ -91,7 +91,7 @@ def attend_backward(
         case "math":
             with torch.autocast(grad.device.type, enabled=False):
                 grad, out, query, key, value = (tensor.to(lse.dtype) for tensor in (grad, out, *padded))
-                weights = torch.exp(_scores(query, key, scale, causal) - lse[..., None])
+                weights = torch.exp(_attention_scores(query, key, scale, causal) - lse[..., None])
                 slope = weights * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
                 gradients = slope @ key, slope.mT @ query, weights.mT @ grad
     # Cuts off padded features and sums over repeated heads. Some kernels return more than these three gradients.
@@ -178,7 +178,7 @@ def _for_kernel(query: Tensor, key: Tensor, value: Tensor, kernel: str) -> tuple
     return query, key, value
 
 
-def _scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
+def _attention_scores(query: Tensor, key: Tensor, scale: float, causal: bool) -> Tensor:
     scores = query @ key.mT * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
     return scores.masked_fill(later, -torch.inf) if causal else scores

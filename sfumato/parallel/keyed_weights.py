@@ -143,7 +143,7 @@ def record_initialisation(build: Callable[[], nn.Module], seed: int) -> tuple[nn
     initialisation = Initialisation()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        with initialisation, _noticed(initialisation):
+        with initialisation, _watch_init_functions(initialisation):
             module = build()
     recipes: dict[int, WeightRecipe] = {}
     by_name: dict[str, WeightRecipe] = {}
@@ -161,7 +161,7 @@ NOT_ON_META = ("dirac_", "orthogonal_", "sparse_")
 
 
 @contextmanager
-def _noticed(initialisation: Initialisation) -> Iterator[None]:
+def _watch_init_functions(initialisation: Initialisation) -> Iterator[None]:
     """Inside, functions of ``torch.nn.init`` do not pass over tensors on meta: truncated normal distributions are drawn
     element by element, where torch's own way rejects and repeats, and those of ``NOT_ON_META`` are recorded."""
 
@@ -225,7 +225,7 @@ def draw_chunk(place: Tensor, chunk: Chunk, recipe: WeightRecipe, seed: int) -> 
         seed: of the run.
     """
     strides = [math.prod(recipe.shape[dim + 1 :]) for dim in range(len(recipe.shape))]
-    for offsets, piece in _pieces(place, chunk.offsets):
+    for offsets, piece in _cut_into_pieces(place, chunk.offsets):
         index = torch.zeros((), dtype=torch.int64, device=place.device)
         for dim, (offset, size, stride) in enumerate(zip(offsets, piece.shape, strides, strict=True)):
             along = torch.arange(offset, offset + size, device=place.device) * stride
@@ -235,7 +235,7 @@ def draw_chunk(place: Tensor, chunk: Chunk, recipe: WeightRecipe, seed: int) -> 
             _repeat(operation, piece, index, key, recipe.shape.numel())
 
 
-def _pieces(place: Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def _cut_into_pieces(place: Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Cuts a chunk into views of at most ``PIECE`` elements, with the offsets of each in the whole."""
     if place.numel() <= PIECE:
         yield offsets, place
@@ -244,7 +244,7 @@ def _pieces(place: Tensor, offsets: tuple[int, ...]) -> Iterator[tuple[tuple[int
     middle = place.shape[dim] // 2
     for start, stop in pairwise((0, middle, place.shape[dim])):
         moved = (*offsets[:dim], offsets[dim] + start, *offsets[dim + 1 :])
-        yield from _pieces(place.narrow(dim, start, stop - start), moved)
+        yield from _cut_into_pieces(place.narrow(dim, start, stop - start), moved)
 
 
 def _repeat(operation: Operation, piece: Tensor, index: Tensor, key: int, numel: int) -> None:
@@ -259,7 +259,7 @@ def _repeat(operation: Operation, piece: Tensor, index: Tensor, key: int, numel:
         piece.copy_(mean + std * keyed_normals(index, key))
     elif operation.name == "uniform_":
         low, high = _two_numbers(operation, "from", "to", (0.0, 1.0))
-        piece.copy_(low + (high - low) * _uniforms(mix(key + (2 * index + 1) * GAMMA)))
+        piece.copy_(low + (high - low) * _bits_to_uniforms(mix(key + (2 * index + 1) * GAMMA)))
     elif operation.name == "copy_":
         values = cast("Tensor", operation.arguments[0]).reshape(-1).to(piece.device)
         piece.copy_(values[index.clamp(0, values.numel() - 1)])
@@ -275,12 +275,12 @@ def _two_numbers(operation: Operation, first: str, second: str, defaults: tuple[
 
 def keyed_normals(index: Tensor, key: int) -> Tensor:
     """Standard normal numbers, float64 of the shape of ``index``, by the transform of Box and Muller (1958)."""
-    radius, angle = (_uniforms(mix(key + (2 * index + number) * GAMMA)) for number in (1, 2))
+    radius, angle = (_bits_to_uniforms(mix(key + (2 * index + number) * GAMMA)) for number in (1, 2))
     # 1 - u lies above 0, where the logarithm is finite
     return (-2 * torch.log1p(-radius)).sqrt() * (2 * math.pi * angle).cos()
 
 
-def _uniforms(bits: Tensor) -> Tensor:
+def _bits_to_uniforms(bits: Tensor) -> Tensor:
     """Numbers in [0, 1) of 53 bits, float64, of random bits in int64."""
     # The shift of an int64 copies its sign, which the mask removes.
     return ((bits >> 11) & (2**53 - 1)).double() * 2.0**-53
@@ -292,7 +292,7 @@ def problems_of(recipes: Mapping[str, WeightRecipe]) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def refusal(problems: list[str], limit: int) -> str:
+def describe_problems(problems: list[str], limit: int) -> str:
     """The message where weights cannot be drawn in parts."""
     more = f" (and {len(problems) - 1} more weights)" if len(problems) > 1 else ""
     return (

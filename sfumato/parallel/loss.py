@@ -171,8 +171,8 @@ def _prepare(
     # weight's own dtype.
     if not torch.is_grad_enabled():
         weight = weight.to(dtype)
-    weight = _gather(weight, group)
-    bias = None if bias is None else _gather(bias, group)
+    weight = _gather_rows(weight, group)
+    bias = None if bias is None else _gather_rows(bias, group)
     if labels.shape != hidden.shape[:-1] or weight.shape[-1] != hidden.shape[-1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)} and labels {tuple(labels.shape)} do not fit: "
@@ -191,7 +191,7 @@ def vocabulary_group(weight: Tensor) -> dist.ProcessGroup | None:
     return weight.device_mesh.get_group(axis) if weight.placements[axis].is_shard(0) else None
 
 
-def _gather(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather_rows(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A DTensor as a plain tensor with all rows, or with this rank's rows over ``group``; gradients as wanted there.
 
     Ranks of other axes see other tokens, so their gradients are parts of a sum (Partial); those of tp compute equal
@@ -255,7 +255,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         counts = labels != IGNORED
         rows = _rows_of_labels(labels, weight.shape[0], group)
         losses = hidden.new_empty(labels.shape, dtype=torch.float32)
-        for chunk in _chunks(len(labels), chunk_tokens):
+        for chunk in _row_chunks(len(labels), chunk_tokens):
             products = functional.linear(hidden[chunk], weight, bias)
             with torch.set_grad_enabled(tail is not None and with_grad):
                 logits = products if tail is None else tail(products.requires_grad_(with_grad))
@@ -334,9 +334,9 @@ class _LinearLogProbs(torch.autograd.Function):
         lse = hidden.new_empty(labels.shape, dtype=torch.float32)
         target = torch.empty_like(lse)
         entropy = torch.empty_like(lse) if with_entropy else lse.new_empty(0)
-        for chunk in _chunks(len(labels), chunk_tokens):
+        for chunk in _row_chunks(len(labels), chunk_tokens):
             logits = functional.linear(hidden[chunk], weight, bias)
-            logits = _scale(logits if tail is None else tail(logits), temperature)
+            logits = _divide_by_temperature(logits if tail is None else tail(logits), temperature)
             target[chunk] = _pick(logits, rows[chunk], counts[chunk], group)
             if with_entropy:
                 logits.clamp_(min=LEAST)
@@ -361,7 +361,7 @@ class _LinearLogProbs(torch.autograd.Function):
         hidden, weight, bias, rows, counts, lse, entropy = ctx.saved_tensors
         temperature, chunk_tokens, group, tail, with_entropy = ctx.settings
         gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad[:3])
-        for chunk in _chunks(len(rows), chunk_tokens):
+        for chunk in _row_chunks(len(rows), chunk_tokens):
             upstream = torch.where(counts[chunk], grad_log_probs[chunk], 0.0)
             products = functional.linear(hidden[chunk], weight, bias)
             with torch.set_grad_enabled(tail is not None):
@@ -369,7 +369,7 @@ class _LinearLogProbs(torch.autograd.Function):
             # Without a tail nothing needs the products again, and they may be overwritten in place; with one its
             # backward pass needs them.
             logits_copy = products if tail is None else logits.detach().clone()
-            log_p = _scale(logits_copy, temperature).sub_(lse[chunk, None])
+            log_p = _divide_by_temperature(logits_copy, temperature).sub_(lse[chunk, None])
             grad = log_p.exp() if with_entropy else log_p.exp_()
             if with_entropy:
                 log_p.clamp_(min=LEAST).add_(entropy[chunk, None]).mul_(grad)
@@ -389,11 +389,11 @@ class _LinearLogProbs(torch.autograd.Function):
         return grad_hidden, grad_weight, grad_bias, *[None] * 6
 
 
-def _chunks(count: int, size: int) -> list[slice]:
+def _row_chunks(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _scale(logits: Tensor, temperature: float) -> Tensor:
+def _divide_by_temperature(logits: Tensor, temperature: float) -> Tensor:
     """Logits in float32, divided by the temperature; float32 ones are divided in place."""
     return logits.float() if temperature == 1.0 else logits.float().div_(temperature)
 

@@ -33,8 +33,8 @@ from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.compiling import compiler_problem, first_paragraph
 from sfumato.parallel.kernels import in_packed_attention
-from sfumato.parallel.precision import converts, forward_converted
-from sfumato.parallel.shards import local
+from sfumato.parallel.precision import forward_converted, is_converting
+from sfumato.parallel.shards import local_shard
 
 LOGGER = logging.getLogger(__name__)
 
@@ -162,7 +162,7 @@ def apply_memory_savings(
             )
     for name, block in blocks.items():
         replaced = vars(block).get("forward")
-        if replaced is not None and not converts(replaced):
+        if replaced is not None and not is_converting(replaced):
             raise ConfigError(
                 f"the forward of {name} has been replaced already (a cache, a hook of diffusers?): remove that, or set "
                 "train.activation_checkpointing none, train.enable_activation_offload false and train.compile false"
@@ -201,7 +201,7 @@ class BlockForward:
         self.backend = backend
         self.offload = offload
         self.graph_breaks = graph_breaks
-        is_converted = converts(vars(block).get("forward"))
+        is_converted = is_converting(vars(block).get("forward"))
         # An attribute, since the compiler cannot look ``forward`` up in every class.
         vars(block)["class_forward"] = forward_converted if is_converted else type(block).forward
         self.uncompiled = MethodType(FORWARDS[mode], block)
@@ -209,8 +209,8 @@ class BlockForward:
         if backend is not None and graph_breaks and mode != "none":
             # Of a recomputed function the compiler compiles all or nothing. So where a part is not compiled, the
             # recomputation stands around the compiled block, which then has a graph for each of the other parts.
-            compiled = _compile(MethodType(_plain, block), backend)
-            self.run = partial(_recompute, block, compiled, AROUND_COMPILED[mode])
+            compiled = _compile(MethodType(_run_block, block), backend)
+            self.run = partial(_run_recomputed, block, compiled, AROUND_COMPILED[mode])
         elif backend is not None:
             self.run = _compile(self.uncompiled, backend)
 
@@ -259,23 +259,27 @@ def _compile_settings() -> dict[str, int]:
     return {}
 
 
-def _plain(block: nn.Module, *args: object, **kwargs: object) -> object:
+def _run_block(block: nn.Module, *args: object, **kwargs: object) -> object:
     return block.class_forward(block, *args, **kwargs)  # pyright: ignore[reportCallIssue]
 
 
-def _full(block: nn.Module, *args: object, **kwargs: object) -> object:
-    return _recompute(block, None, RECOMPUTATIONS["full"], *args, **kwargs)
+def _recompute_all(block: nn.Module, *args: object, **kwargs: object) -> object:
+    return _run_recomputed(block, None, RECOMPUTATIONS["full"], *args, **kwargs)
 
 
-def _selective(block: nn.Module, *args: object, **kwargs: object) -> object:
-    return _recompute(block, None, RECOMPUTATIONS["selective"], *args, **kwargs)
+def _recompute_selectively(block: nn.Module, *args: object, **kwargs: object) -> object:
+    return _run_recomputed(block, None, RECOMPUTATIONS["selective"], *args, **kwargs)
 
 
-FORWARDS: dict[str, Callable[..., object]] = {"none": _plain, "full": _full, "selective": _selective}
+FORWARDS: dict[str, Callable[..., object]] = {
+    "none": _run_block,
+    "full": _recompute_all,
+    "selective": _recompute_selectively,
+}
 """The forward of a block for each ``activation_checkpointing``."""
 
 
-def _recompute(
+def _run_recomputed(
     block: nn.Module,
     compiled: Callable[..., object] | None,
     settings: Keywords,
@@ -404,7 +408,7 @@ class ActivationOffload:
         )
 
     def _pack(self, call: _Call, tensor: Tensor) -> _Packed:
-        shard = local(tensor.detach()) if isinstance(tensor, DTensor) else tensor
+        shard = local_shard(tensor.detach()) if isinstance(tensor, DTensor) else tensor
         if type(shard) not in (Tensor, nn.Parameter) or not self.moves(shard, call.weights):
             # An operation's result that a hook returned as it is would hold itself. What has no gradient comes back as
             # the same object, by which attention remembers where documents begin.
@@ -556,7 +560,7 @@ def _event_on(stream: torch.Stream | None, device: torch.device | None) -> torch
 
 def storage_of(tensor: Tensor) -> int:
     """Address of the storage of a tensor, or of this rank's shard of a DTensor."""
-    return local(tensor.detach()).untyped_storage()._cdata
+    return local_shard(tensor.detach()).untyped_storage()._cdata
 
 
 def is_converted_weight(tensor: Tensor) -> bool:

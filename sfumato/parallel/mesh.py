@@ -65,13 +65,13 @@ class Mesh:
         """Whether there is a process group (it may have one rank)."""
         if not self.distributed:
             return
-        self._roots: dict[tuple[str, ...], DeviceMesh] = {axes: self._root(axes) for axes in (AXES, WEIGHT_AXES)}
+        self._roots: dict[tuple[str, ...], DeviceMesh] = {axes: self._root_mesh(axes) for axes in (AXES, WEIGHT_AXES)}
         if layout.ep > 1:
-            self._roots[EXPERT_AXES] = self._root(EXPERT_AXES)
+            self._roots[EXPERT_AXES] = self._root_mesh(EXPERT_AXES)
         views = {name: axes for name, axes in VIEWS.items() if name not in ("fsdp", "world")}  # torch has those two
         self._views = {name: self._roots[AXES][axes]._flatten(name) for name, axes in views.items()}
 
-    def _root(self, axes: tuple[str, ...]) -> DeviceMesh:
+    def _root_mesh(self, axes: tuple[str, ...]) -> DeviceMesh:
         """The mesh of all processes over these axes."""
         sizes = tuple(getattr(self.layout, axis) for axis in axes)
         return init_device_mesh(self.device.type, sizes, mesh_dim_names=axes)

@@ -32,7 +32,7 @@ from sfumato.errors import ConfigError
 from sfumato.parallel.expert_modules import expert_placement, has_experts
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.plan import ParallelPlan, find_blocks
-from sfumato.parallel.shards import local, trainable_parameters, whole_shapes
+from sfumato.parallel.shards import local_shard, trainable_parameters, whole_shapes
 
 
 def parallelize(
@@ -261,7 +261,7 @@ def broadcast_parameters(module: nn.Module, mesh: Mesh) -> None:
         is_expert = isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
         for axis in ("efsdp", "dp_replicate") if is_expert else ("gradient",):
             if mesh.size_of(axis) > 1:
-                dist.broadcast(local(parameter.data), group=mesh.group(axis), group_src=0)
+                dist.broadcast(local_shard(parameter.data), group=mesh.group(axis), group_src=0)
 
 
 def _wrap_fsdp1(

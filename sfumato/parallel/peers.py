@@ -88,7 +88,7 @@ class Heartbeats:
             is_last: whether this rank ends normally.
         """
         self._count += 1
-        store.set(_key(self.rank), f"{LEFT if is_last else self._count} {self.hosts[self.rank]}")
+        store.set(_heartbeat_key(self.rank), f"{LEFT if is_last else self._count} {self.hosts[self.rank]}")
         if self.rank == 0:
             self._read_heartbeats(store)
             self.notice = self._write_notice(is_last)
@@ -120,8 +120,8 @@ class Heartbeats:
 
     def _read_heartbeats(self, store: dist.Store) -> None:
         """On rank 0: reads the heartbeats of all ranks that have not left."""
-        heard_ranks = [rank for rank in self._heard if rank in self._signs or store.check([_key(rank)])]
-        heartbeats = store.multi_get([_key(rank) for rank in heard_ranks]) if heard_ranks else []
+        heard_ranks = [rank for rank in self._heard if rank in self._signs or store.check([_heartbeat_key(rank)])]
+        heartbeats = store.multi_get([_heartbeat_key(rank) for rank in heard_ranks]) if heard_ranks else []
         for rank, heartbeat in zip(heard_ranks, heartbeats, strict=True):
             if heartbeat == self._signs.get(rank):
                 continue
@@ -232,7 +232,7 @@ class Peers:
                     self._say(f"{heartbeats.name(rank)} is heard again, after {now - began:.0f} s")
 
 
-def _key(rank: int) -> str:
+def _heartbeat_key(rank: int) -> str:
     """Key of a rank's heartbeat in the store."""
     return f"sfumato/alive/{rank}"
 

@@ -29,7 +29,7 @@ from sfumato.parallel.plan import ParallelPlan
 from sfumato.parallel.stages import (
     SPLIT_BACKWARD,
     Part,
-    absent,
+    absent_part,
     check_added_features,
     check_hands_on,
     check_micro_batches,
@@ -158,7 +158,7 @@ class Pipeline:
         """
         check_micro_batches(self._config, len(micro_batches))
         batches = [shard_sequence(batch, self._mesh) for batch in pad_together(micro_batches, self._multiple)]
-        schedule = self._schedule(len(batches), *batches[0]["input_ids"].shape)
+        schedule = self._schedule_for(len(batches), *batches[0]["input_ids"].shape)
         kind = self._mesh.device.type
         if torch.is_autocast_enabled(kind):
             self._autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind))
@@ -227,13 +227,13 @@ class Pipeline:
             cast("FSDPModule", unit).reshard()
         return logits if self.has_last else None
 
-    def _schedule(self, num_micro_batches: int, rows: int, length: int) -> _PipelineSchedule:
+    def _schedule_for(self, num_micro_batches: int, rows: int, length: int) -> _PipelineSchedule:
         """torch's schedule for micro-batches of this number and shape: the cached one, or one with new buffers."""
         if self._cached_schedule is None or self._cached_schedule[0] != (num_micro_batches, rows, length):
             from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
             self._cached_schedule = None  # frees its buffers before new ones are made
-            stages = [self._stage(index, rows, length) for index in sorted(self._stages)]
+            stages = [self._build_stage(index, rows, length) for index in sorted(self._stages)]
             kind = get_schedule_class(SCHEDULES[self._config.pipeline_schedule])
             schedule_stages: Any = stages if issubclass(kind, PipelineScheduleMulti) else stages[0]
             self._cached_schedule = (
@@ -242,7 +242,7 @@ class Pipeline:
             )
         return self._cached_schedule[1]
 
-    def _stage(self, index: int, rows: int, length: int) -> PipelineStage:
+    def _build_stage(self, index: int, rows: int, length: int) -> PipelineStage:
         # Here, as torch's stages load torch._dynamo: a second of processor time that runs without a pipeline save.
         from sfumato.parallel.pipeline_stage import AutocastStage
 
@@ -332,7 +332,7 @@ def build_pipeline(
         if rank != mesh.rank_in("pp"):
             continue
         replacements = {
-            id(part): part if index == owner else absent(part)
+            id(part): part if index == owner else absent_part(part)
             for owner, stage_parts in enumerate(parts)
             for part in stage_parts
         }

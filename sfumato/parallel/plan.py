@@ -72,7 +72,7 @@ class ParallelPlan:
     """Whether blocks compute something that is not compiled, such as the attention of packed rows."""
 
 
-def matcher(pattern: str) -> Callable[[str], object]:
+def compile_pattern(pattern: str) -> Callable[[str], object]:
     """A function that tells whether a name matches a pattern of a plan, where ``*`` stands for a number."""
     return re.compile(re.escape(pattern).replace(r"\*", r"\d+")).fullmatch
 
@@ -80,7 +80,7 @@ def matcher(pattern: str) -> Callable[[str], object]:
 def find_modules(module: nn.Module, pattern: str) -> dict[str, nn.Module]:
     """The modules by name that a pattern of ``ParallelPlan.sequence`` or ``replicated_context`` names; none are {}."""
     is_last = pattern.endswith(".-1")
-    fits = matcher(f"{pattern.removesuffix('-1')}*" if is_last else pattern)
+    fits = compile_pattern(f"{pattern.removesuffix('-1')}*" if is_last else pattern)
     matching = {name: submodule for name, submodule in module.named_modules() if fits(name)}
     return dict([*matching.items()][-1:]) if is_last else matching
 

@@ -136,7 +136,7 @@ class _Replaced:
         return self.forward(*args, **kwargs)
 
 
-def converts(forward: object) -> bool:
+def is_converting(forward: object) -> bool:
     """Whether this attribute ``forward`` of a layer is what ``compute_in`` put there."""
     return isinstance(forward, MethodType) and forward.__func__ is forward_converted
 
@@ -150,10 +150,10 @@ def forward_converted(layer: nn.Module, *args: object, **kwargs: object) -> obje
     if layer.converted_table is not None:
         table = cast("nn.Module", getattr(layer, cast("str", layer.converted_table)))
         return with_weights_in(table, dtype, forward, layer, *args, **kwargs)
-    return converted(layer, dtype, forward, layer, *args, **kwargs)
+    return call_converted(layer, dtype, forward, layer, *args, **kwargs)
 
 
-def converted(
+def call_converted(
     layer: nn.Module, dtype: torch.dtype, forward: Callable[..., Any], *args: object, **kwargs: object
 ) -> object:
     """Calls a function while a layer's own float32 weights appear in another dtype."""
@@ -166,7 +166,7 @@ def converted(
 def with_weights_in(
     layer: nn.Module, dtype: torch.dtype, forward: Callable[..., object], *args: object, **kwargs: object
 ) -> object:
-    """As ``converted``, without the exception for embeddings."""
+    """As ``call_converted``, without the exception for embeddings."""
     weights = {name: weight for name, weight in layer._parameters.items() if _is_single(weight)}
     # In the dictionary of parameters, since torch 2.11 compiles no other way of putting a tensor in a parameter's place
     # and taking it away again.

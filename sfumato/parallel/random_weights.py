@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.finite import listed
+from sfumato.parallel.finite import list_first
 from sfumato.parallel.keyed_weights import (
     SMALL,
     WeightRecipe,
+    describe_problems,
     draw_chunk,
     problems_of,
     record_initialisation,
-    refusal,
     share_values,
 )
 from sfumato.parallel.mesh import Mesh
@@ -26,7 +26,7 @@ from sfumato.parallel.shards import (
     all_parameters,
     chunks_of,
     copy_into,
-    local,
+    local_shard,
     num_weights,
     persistent_buffers,
     whole_chunk,
@@ -75,7 +75,7 @@ def initialise_on_meta(
             torch.manual_seed(seed)
             plain = build()
         tensors = dict(plain.named_parameters(remove_duplicate=False)) | persistent_buffers(plain)
-        problems = _missing(names, tensors)
+        problems = _describe_missing(names, tensors)
     raise_everywhere(problems, mesh)
     make_real(module, device or mesh.device)
     load_whole(module, {name: tensors[name].detach() for name in names if name in tensors}, mesh, from_rank0=True)
@@ -93,9 +93,9 @@ def _draw_shards(
     parameters = all_parameters(module)
     buffers = persistent_buffers(module)
     plain_buffers = persistent_buffers(plain)
-    problems = _missing([*parameters, *buffers], recipes.keys() | plain_buffers.keys())
+    problems = _describe_missing([*parameters, *buffers], recipes.keys() | plain_buffers.keys())
     if reasons := problems_of(recipes):
-        problems.append(refusal(reasons, LARGEST_IN_SEQUENCE))
+        problems.append(describe_problems(reasons, LARGEST_IN_SEQUENCE))
     raise_everywhere(problems, mesh)
     # values that the model computes when it is built may come from memory that it never wrote
     share_values(recipes, partial(_from_first_rank, mesh=mesh))
@@ -105,7 +105,7 @@ def _draw_shards(
     shards = Shards(module, mesh, parameters)
     for name, parameter in parameters.items():
         for chunk in chunks_of(shards, name):
-            draw_chunk(local(parameter.detach())[chunk.place], chunk, recipes[name], seed)
+            draw_chunk(local_shard(parameter.detach())[chunk.place], chunk, recipes[name], seed)
     for name, buffer in buffers.items():
         copy_into(buffer, plain_buffers[name])
 
@@ -130,13 +130,13 @@ def build_with_random_weights(build: Callable[[], nn.Module], seed: int) -> nn.M
             return build()
     module, recipes = record_initialisation(partial(build_on_meta, build, SMALL), seed)
     if reasons := problems_of(recipes):
-        raise ConfigError(f"weights: {refusal(reasons, LARGEST_IN_SEQUENCE)}")
+        raise ConfigError(f"weights: {describe_problems(reasons, LARGEST_IN_SEQUENCE)}")
     make_real(module, torch.device("cpu"))
     for name, parameter in module.named_parameters():
         draw_chunk(parameter.detach(), whole_chunk(parameter.shape), recipes[name], seed)
     return module
 
 
-def _missing(names: Iterable[str], of_plain: Container[str]) -> list[str]:
+def _describe_missing(names: Iterable[str], of_plain: Container[str]) -> list[str]:
     missing = [name for name in names if name not in of_plain]
-    return [f"the module that was built has no {listed(missing, NAMED)}"] if missing else []
+    return [f"the module that was built has no {list_first(missing, NAMED)}"] if missing else []

@@ -124,7 +124,7 @@ def serve_store(address: str, port: int, timeout: timedelta, size: int | None = 
     Raises:
         DistNetworkError: the port is taken.
     """
-    listening = _listen(address, port)
+    listening = _listen_at(address, port)
     number = listening.getsockname()[1]
     store = dist.TCPStore(
         LOOPBACK if listening.getsockname()[0] in ("0.0.0.0", "::") else listening.getsockname()[0],
@@ -139,20 +139,20 @@ def serve_store(address: str, port: int, timeout: timedelta, size: int | None = 
     return store
 
 
-def _listen(address: str, port: int) -> socket.socket:
+def _listen_at(address: str, port: int) -> socket.socket:
     """A socket that listens at an address, or on every network where this machine does not have the address."""
     family, place = _address_of(address)
     try:
-        return _listening(family, place, port)
+        return _open_socket(family, place, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise dist.DistNetworkError(f"EADDRINUSE: {place}:{port}") from error
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    return _listening(socket.AF_INET, "0.0.0.0", port)
+    return _open_socket(socket.AF_INET, "0.0.0.0", port)
 
 
-def _listening(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
+def _open_socket(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

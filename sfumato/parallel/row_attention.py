@@ -71,14 +71,14 @@ class RowAttention:
         """
 
         def attend(query: Tensor, key: Tensor, value: Tensor, heads: slice) -> Tensor:
-            mask = None if window is None else self._window(window, position_ids)
+            mask = None if window is None else self._window_mask(window, position_ids)
             settings = {"softcap": softcap, "s_aux": None if sinks is None else sinks[heads]}
             result = self.attend(module, query, key, value, mask, scale, position_ids=position_ids, **settings)
             return result[0].transpose(1, 2)
 
         return attention_of_rows(attend, *inputs, schedule).transpose(1, 2).contiguous()
 
-    def _window(self, size: int, position_ids: Tensor) -> object:
+    def _window_mask(self, size: int, position_ids: Tensor) -> object:
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return (key <= query) & (key > query - size)  # called for tokens of one document only
 

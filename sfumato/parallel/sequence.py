@@ -160,7 +160,7 @@ class _LanguageSequence(SequenceState):
         if layout is None:
             row_positions = whole_positions(position_ids) if self._whole is None else self._whole
             row_positions = self._join_positions(position_ids) if row_positions is None else row_positions
-            layout = causal_schedule(self.groups, _documents(row_positions)), row_positions
+            layout = causal_schedule(self.groups, _document_lengths(row_positions)), row_positions
             self._schedules[position_ids] = layout
         return layout
 
@@ -179,7 +179,7 @@ class _LanguageSequence(SequenceState):
         return joined
 
 
-def _documents(position_ids: Tensor) -> list[list[int]]:
+def _document_lengths(position_ids: Tensor) -> list[list[int]]:
     """Lengths of documents by row. A document begins where a position is not the previous one plus 1."""
     return [lengths_between(bounds) for bounds in document_bounds(position_ids)]
 

@@ -58,19 +58,19 @@ def plain_name(name: str) -> str:
     return name
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """This rank's shard of a tensor of any shape and dtype; it shares memory with the tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_whole(tensor: Tensor) -> Tensor:
     """The whole of a tensor of any shape, gathered from all ranks that hold a shard: all of them must call this."""
     if not isinstance(tensor, DTensor):
         return tensor
     if not any(_cut_twice_in_blocks(tensor, dim) for dim in range(tensor.ndim)):
         return tensor.full_tensor()
     # Each rank puts its shard into zeros, and a sum joins them.
-    shard = local(tensor.detach())
+    shard = local_shard(tensor.detach())
     joined = shard.new_zeros(tensor.shape)
     positions = [torch.cat([torch.arange(*span) for span in ranges]) for ranges in ranges_of(tensor)]
     joined[torch.meshgrid(*(places.to(shard.device) for places in positions), indexing="ij")] = shard
@@ -87,7 +87,7 @@ def placed_like(shard: Tensor, like: DTensor) -> DTensor:
 
 
 def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor: what ``local(like)`` has when ``whole(like)`` is that tensor.
+    """This rank's shard of a whole tensor: what ``local_shard(like)`` has when ``gather_whole(like)`` is that tensor.
 
     Args:
         whole: plain tensor of the shape of ``like``, on any device.
@@ -120,8 +120,10 @@ def ranges_of(tensor: Tensor) -> list[list[tuple[int, int]]]:
         # Follows the cuts on the indices of the dimension: each takes this rank's chunk of each block.
         positions = torch.arange(size)
         for blocks, count, rank in cuts:
-            positions = torch.cat([_chunk(block, count)[rank] for block in _chunk(positions, blocks)])
-        ranges_by_dim.append(_ranges(positions))
+            positions = torch.cat(
+                [_split_positions(block, count)[rank] for block in _split_positions(positions, blocks)]
+            )
+        ranges_by_dim.append(_position_ranges(positions))
     return ranges_by_dim
 
 
@@ -148,13 +150,13 @@ def _cut_twice_in_blocks(tensor: DTensor, dim: int) -> bool:
     return sum(blocks > 1 for blocks, _, _ in _cuts_along(tensor, dim)) > 1
 
 
-def _chunk(positions: Tensor, count: int) -> list[Tensor]:
+def _split_positions(positions: Tensor, count: int) -> list[Tensor]:
     """Like torch.chunk, with empty shards at the end where it gives fewer."""
     shards = list(positions.chunk(count))
     return shards + [positions[:0]] * (count - len(shards))
 
 
-def _ranges(positions: Tensor) -> list[tuple[int, int]]:
+def _position_ranges(positions: Tensor) -> list[tuple[int, int]]:
     """Increasing positions as ranges ``(start, stop)``; one empty range where there are no positions."""
     if not len(positions):
         return [(0, 0)]
@@ -199,7 +201,7 @@ class Shards:
         """
         parameter = self.parameters[name]
         if isinstance(parameter, DTensor):
-            return whole(placed_like(shard, parameter))
+            return gather_whole(placed_like(shard, parameter))
         if self.group is None:
             return shard
         padded_shard = functional.pad(shard.reshape(-1), (0, max(self.numels[name]) - shard.numel()))
@@ -316,5 +318,5 @@ def num_weights(module: nn.Module) -> int:
 @torch.no_grad()
 def copy_into(target: Tensor, shard: Tensor) -> None:
     """Copies a shard into this rank's shard of a weight."""
-    place = local(target.detach())
+    place = local_shard(target.detach())
     place.copy_(shard.view(place.shape))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from sfumato.config.parallel import ParallelConfig
 from sfumato.errors import ConfigError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.plan import ParallelPlan, matcher
+from sfumato.parallel.plan import ParallelPlan, compile_pattern
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,7 +36,7 @@ class Absent(nn.Module):
         return hidden_states
 
 
-def absent(part: Part) -> Absent | None:
+def absent_part(part: Part) -> Absent | None:
     """The replacement of a part in other stages: ``Absent`` for a module, None for a parameter."""
     return Absent() if isinstance(part, nn.Module) else None
 
@@ -214,7 +214,7 @@ def check_hands_on(module: nn.Module, parts: Sequence[Part]) -> None:
     """
     model = cast("PreTrainedModel", module)
     name = type(module).__name__
-    shell = copy_around(module, {id(part): absent(part) for part in parts})
+    shell = copy_around(module, {id(part): absent_part(part) for part in parts})
     leftover = [weight for weight, _ in shell.named_parameters()]
     if any(buffer.is_meta for buffer in shell.buffers()):
         shell.to_empty(device="cpu")
@@ -255,7 +255,7 @@ def plan_of_stage(plan: ParallelPlan, module: nn.Module, stage: nn.Module) -> Pa
     absent_names = {*dict(module.named_modules()), *dict(module.named_parameters())} - stage_names
     tensor = {}
     for pattern, style in plan.tensor.items():
-        matches = matcher(pattern)
+        matches = compile_pattern(pattern)
         if any(map(matches, stage_names)) or not any(map(matches, absent_names)):
             tensor[pattern] = style
     return replace(plan, tensor=tensor)

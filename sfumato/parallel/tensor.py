@@ -16,7 +16,7 @@ from torch import nn
 from sfumato.errors import ConfigError
 from sfumato.parallel import tensor_styles as styles
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.plan import ParallelPlan, find_blocks, matcher
+from sfumato.parallel.plan import ParallelPlan, compile_pattern, find_blocks
 from sfumato.parallel.shards import trainable_parameters
 from sfumato.parallel.tensor_sequence import share_sequence
 from sfumato.parallel.tensor_styles import Cutter
@@ -125,7 +125,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
     module_styles: dict[str, Style] = {}
     for pattern, text in plan.items():
         style = Style.parse(text.removesuffix("?"), pattern)
-        matching = [*filter(matcher(pattern), names)]
+        matching = [*filter(compile_pattern(pattern), names)]
         if not matching and not text.endswith("?"):
             raise _plan_error(
                 f"{pattern!r} ({text}) matches nothing in {type(module).__name__}; "
@@ -138,7 +138,7 @@ def match_plan(module: nn.Module, plan: Mapping[str, str]) -> dict[str, Style]:
 def _match_tied_embeddings(module: nn.Module, module_styles: dict[str, Style]) -> None:
     """Adds a style for an embedding whose weight is tied to a cut head: both share one parameter."""
     heads = {
-        id(getattr(_base(module.get_submodule(name)), "weight", None))
+        id(getattr(_base_layer(module.get_submodule(name)), "weight", None))
         for name, style in module_styles.items()
         if style.meaning.cuts == "outputs" and not _is_parameter(module, name)
     }
@@ -152,8 +152,8 @@ def _check_heads(module: nn.Module, module_styles: Mapping[str, Style], size: in
     for name, style in module_styles.items():
         if style.kind != "colwise" or _is_parameter(module, name):
             continue
-        parent = _parent(module, name)
-        layer = _base(module.get_submodule(name))
+        parent = _parent_module(module, name)
+        layer = _base_layer(module.get_submodule(name))
         counts = [getattr(parent, "heads", None), getattr(parent, "num_heads", None)]
         width = getattr(parent, "head_dim", None)
         if isinstance(width, int) and not getattr(layer, "out_features", 0) % width:
@@ -241,7 +241,7 @@ def _apply_linear(module: nn.Module, style: Style, site: _Site) -> set[nn.Module
 
 def _linear_parts(module: nn.Module, name: str, kind: str) -> tuple[nn.Linear, list[nn.Linear], list[nn.Linear]]:
     """A linear layer, and the first and second matrices of its LoRA adapters."""
-    layer = cast("nn.Linear", _base(module))
+    layer = cast("nn.Linear", _base_layer(module))
     _check_type(layer, nn.Linear, name, kind)
     if layer is module:
         return layer, [], []
@@ -272,7 +272,7 @@ def _check_type(module: nn.Module, expected: type[nn.Module], name: str, kind: s
 def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: int) -> None:
     """Sets the numbers of heads and features that diffusers' attention reshapes by to those of one rank."""
     parents = {
-        _parent(module, name)
+        _parent_module(module, name)
         for name, style in module_styles.items()
         if style.kind == "colwise" and not _is_parameter(module, name)
     }
@@ -285,12 +285,12 @@ def _reduce_heads(module: nn.Module, module_styles: Mapping[str, Style], size: i
                 setattr(parent, key, getattr(parent, key) // size)
 
 
-def _base(module: nn.Module) -> nn.Module:
+def _base_layer(module: nn.Module) -> nn.Module:
     """The layer that an adapter wraps, or the module itself."""
     return getattr(module, "base_layer", module)
 
 
-def _parent(module: nn.Module, name: str) -> nn.Module:
+def _parent_module(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name.rpartition(".")[0])
 
 

@@ -29,11 +29,11 @@ class SharedSequence:
         """Hook before the first block: keeps this rank's part of the hidden states ``[B, S, H]``."""
         hidden, args, kwargs = _take_input(args, kwargs)
         self.length = hidden.shape[1]
-        return (styles.cut(hidden, 1, self.ranks), *args), kwargs
+        return (styles.cut_shard(hidden, 1, self.ranks), *args), kwargs
 
     def leave(self, block: nn.Module, args: object, output: LayerOutput) -> LayerOutput:
         """Hook after the last block: joins the parts of all ranks."""
-        return _on_output(lambda hidden: styles.gather(hidden, 1, self.length, self.ranks), output)
+        return _on_output(lambda hidden: styles.gather_shards(hidden, 1, self.length, self.ranks), output)
 
 
 class SequenceGroup(nn.Module):
@@ -52,8 +52,8 @@ class SequenceGroup(nn.Module):
         elif kwargs.get("position_embeddings") is not None:
             sequence.length = kwargs["position_embeddings"][0].shape[-2]
         hidden, args, kwargs = _take_input(args, kwargs)
-        output = super().forward(styles.gather(hidden, 1, sequence.length, ranks, self.tp_sums), *args, **kwargs)
-        keep = styles.scatter if self.tp_sums else styles.cut
+        output = super().forward(styles.gather_shards(hidden, 1, sequence.length, ranks, self.tp_sums), *args, **kwargs)
+        keep = styles.scatter if self.tp_sums else styles.cut_shard
         shape = (len(hidden), sequence.length, -1)  # some mixtures of experts flatten rows and tokens in their output
         return _on_output(lambda states: keep(states.reshape(shape), 1, ranks), output)
 

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import local_shard
 
 
 @dataclass(frozen=True)
@@ -53,12 +53,12 @@ def reduce(tensor: Tensor, ranks: TensorRanks) -> Tensor:
     return _Reduce.apply(tensor, ranks)
 
 
-def gather(tensor: Tensor, dim: int, total: int, ranks: TensorRanks, parts: bool = False) -> Tensor:
+def gather_shards(tensor: Tensor, dim: int, total: int, ranks: TensorRanks, parts: bool = False) -> Tensor:
     """Joins shards ``[..., width, ...]`` of ``total`` along a dimension. ``parts``: gradients are summed over ranks."""
     return _Gather.apply(tensor, dim, total, ranks, parts)
 
 
-def cut(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
+def cut_shard(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard ``[..., width, ...]`` of a whole tensor, filled up with zeros; the gradient is gathered."""
     return _Share.apply(tensor, dim, ranks, False)
 
@@ -126,15 +126,15 @@ def _all_reduce(tensor: Tensor, ranks: TensorRanks) -> Tensor:
 def _all_gather(tensor: Tensor, dim: int, total: int, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
     # Collectives join along the first dimension alone.
-    padded = _pad(tensor, dim, _width(total, ranks)).movedim(dim, 0).contiguous()
+    padded = _pad_dimension(tensor, dim, _shard_width(total, ranks)).movedim(dim, 0).contiguous()
     joined = ops.wait_tensor(ops.all_gather_into_tensor(padded, ranks.size, ranks.group))
     return joined.narrow(0, 0, total).movedim(0, dim).contiguous()
 
 
 def _reduce_scatter(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     ops = torch.ops._c10d_functional
-    width = _width(tensor.shape[dim], ranks)
-    padded = _pad(tensor, dim, width * ranks.size).movedim(dim, 0).contiguous()
+    width = _shard_width(tensor.shape[dim], ranks)
+    padded = _pad_dimension(tensor, dim, width * ranks.size).movedim(dim, 0).contiguous()
     shard = ops.wait_tensor(ops.reduce_scatter_tensor(padded, "sum", ranks.size, ranks.group))
     return shard.movedim(0, dim).contiguous()
 
@@ -142,18 +142,18 @@ def _reduce_scatter(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
 def _shard(tensor: Tensor, dim: int, ranks: TensorRanks) -> Tensor:
     """This rank's shard of a whole tensor, padded with zeros to the width of all shards."""
     total = tensor.shape[dim]
-    width = _width(total, ranks)
+    width = _shard_width(total, ranks)
     start = min(ranks.rank * width, total)
     shard = tensor.narrow(dim, start, min(width, total - start))
-    return _pad(shard, dim, width).clone(memory_format=torch.contiguous_format)
+    return _pad_dimension(shard, dim, width).clone(memory_format=torch.contiguous_format)
 
 
-def _width(total: int, ranks: TensorRanks) -> int:
+def _shard_width(total: int, ranks: TensorRanks) -> int:
     """Elements of each rank's shard along a dimension; the last shards may be shorter before they are padded."""
     return -(-total // ranks.size)
 
 
-def _pad(tensor: Tensor, dim: int, width: int) -> Tensor:
+def _pad_dimension(tensor: Tensor, dim: int, width: int) -> Tensor:
     """Pads a dimension with zeros at its end."""
     missing = width - tensor.shape[dim]
     if not missing:
@@ -249,11 +249,11 @@ class Colwise(nn.Linear):
             input = copy(input, self.tp_ranks)
         bias = None if self.bias is None else self._rows(self.bias)
         output = nn.functional.linear(input, self._rows(self.weight), bias)
-        return gather(output, -1, self.out_features, self.tp_ranks) if self.tp_joined else output
+        return gather_shards(output, -1, self.out_features, self.tp_ranks) if self.tp_joined else output
 
     def _rows(self, parameter: Tensor) -> Tensor:
         if self.tp_blocks == 1 or isinstance(parameter, DTensor):
-            return local(parameter)
+            return local_shard(parameter)
         return blockwise_shard(copy(parameter, self.tp_ranks), 0, self.tp_blocks, self.tp_ranks)
 
 
@@ -271,8 +271,8 @@ class Rowwise(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.tp_whole_input:
-            input = cut(input, -1, self.tp_ranks)
-        output = nn.functional.linear(input, local(self.weight))
+            input = cut_shard(input, -1, self.tp_ranks)
+        output = nn.functional.linear(input, local_shard(self.weight))
         if not self.tp_parts:
             output = reduce(output, self.tp_ranks)
         if self.bias is None:
@@ -288,15 +288,15 @@ class EmbeddingRowwise(nn.Embedding):
     tp_ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
-        weight = local(self.weight)
-        start = min(self.tp_ranks.rank * _width(self.num_embeddings, self.tp_ranks), self.num_embeddings)
+        weight = local_shard(self.weight)
+        start = min(self.tp_ranks.rank * _shard_width(self.num_embeddings, self.tp_ranks), self.num_embeddings)
         missing = (input < start) | (input >= start + len(weight))
         padding = None if self.padding_idx is None else self.padding_idx - start
         if padding is not None and not 0 <= padding < len(weight):
             padding = None
         if not len(weight):  # this rank has no rows; a lookup of index 0, which is masked, needs one
             weight = torch.cat([weight, weight.new_zeros(1, weight.shape[1])])
-        with showing(self, weight=weight, padding_idx=padding):
+        with replace_attributes(self, weight=weight, padding_idx=padding):
             output = super().forward((input - start).masked_fill(missing, 0))
         return reduce(output.masked_fill(missing[..., None], 0), self.tp_ranks)
 
@@ -307,9 +307,9 @@ class EmbeddingColwise(nn.Embedding):
     tp_ranks: TensorRanks
 
     def forward(self, input: Tensor) -> Tensor:
-        with showing(self, weight=local(self.weight)):
+        with replace_attributes(self, weight=local_shard(self.weight)):
             output = super().forward(input)
-        return gather(output, -1, self.embedding_dim, self.tp_ranks)
+        return gather_shards(output, -1, self.embedding_dim, self.tp_ranks)
 
 
 class NormAcrossHeads(nn.Module):
@@ -329,7 +329,7 @@ class NormAcrossHeads(nn.Module):
         eps = torch.finfo(input.dtype).eps if self.eps is None else self.eps
         features = getattr(self, "normalized_shape", None) or cast("Any", self).dim
         values = values * torch.rsqrt(squares / features[0] + eps)
-        return (values if self.weight is None else values * local(self.weight)).type_as(input)
+        return (values if self.weight is None else values * local_shard(self.weight)).type_as(input)
 
 
 class Local(nn.Module):
@@ -339,11 +339,11 @@ class Local(nn.Module):
 
     def forward(self, *args: object, **kwargs: object) -> Any:
         parameters = {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
-        with showing(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
+        with replace_attributes(self, **{name: self._of_rank(parameter) for name, parameter in parameters.items()}):
             return super().forward(*args, **kwargs)
 
     def _of_rank(self, parameter: Tensor) -> Tensor:
-        return local(parameter)
+        return local_shard(parameter)
 
 
 class Summed(Local):
@@ -351,7 +351,7 @@ class Summed(Local):
     tokens: gradients of the parameters are summed over ranks."""
 
     def _of_rank(self, parameter: Tensor) -> Tensor:
-        return local(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
+        return local_shard(parameter) if isinstance(parameter, DTensor) else copy(parameter, self.tp_ranks)
 
 
 class Experts(Local):
@@ -361,11 +361,11 @@ class Experts(Local):
     """
 
     def forward(self, *args: object, **kwargs: object) -> Tensor:
-        args = tuple(self._enter(value) for value in args)
-        kwargs = {name: self._enter(value) for name, value in kwargs.items()}
+        args = tuple(self._enter_experts(value) for value in args)
+        kwargs = {name: self._enter_experts(value) for name, value in kwargs.items()}
         return reduce(super().forward(*args, **kwargs), self.tp_ranks)
 
-    def _enter(self, value: object) -> object:
+    def _enter_experts(self, value: object) -> object:
         if isinstance(value, Tensor) and value.is_floating_point():
             return copy(value, self.tp_ranks)
         return value
@@ -445,7 +445,7 @@ def _class_of(role: type[nn.Module], base: type[nn.Module]) -> type[nn.Module]:
 
 
 @contextmanager
-def showing(module: nn.Module, **values: object) -> Iterator[None]:
+def replace_attributes(module: nn.Module, **values: object) -> Iterator[None]:
     """While it lasts, attributes of a module have other values. Parameters of these names stay registered.
 
     Values in the instance's dictionary are found before parameters.

@@ -213,7 +213,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
     """
     sources: dict[str, TensorSource] = {}
     with ExitStack() as stack:
-        for path in _files(files):
+        for path in _list_files(files):
             try:
                 file = stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
@@ -228,7 +228,7 @@ def open_weights(files: Path | Sequence[Path]) -> Iterator[dict[str, TensorSourc
         yield sources
 
 
-def _files(files: Path | Sequence[Path]) -> list[Path]:
+def _list_files(files: Path | Sequence[Path]) -> list[Path]:
     """Paths of the weight files that ``files`` of ``open_weights`` stands for.
 
     Raises:
@@ -256,7 +256,9 @@ def _files(files: Path | Sequence[Path]) -> list[Path]:
 def file_of(files: Path | Sequence[Path], name: str) -> Path | str:
     """The file that holds a tensor of that name, for a message; where none has it under that name, all files."""
     try:
-        paths = sorted(files.glob("*.safetensors")) if isinstance(files, Path) and files.is_dir() else _files(files)
+        paths = (
+            sorted(files.glob("*.safetensors")) if isinstance(files, Path) and files.is_dir() else _list_files(files)
+        )
         for path in paths if len(paths) > 1 else ():
             with safe_open(path, framework="pt") as file:
                 if name in file.keys():  # noqa: SIM118
@@ -312,11 +314,11 @@ def convert_names(
             sources[new] = stored[name]
     for name, stored_parts in groups.items():
         with suppress(ConfigError) if skip_others else nullcontext():
-            sources |= _combined(name, stored_parts, converter_of_pattern[next(iter(stored_parts))], shapes)
+            sources |= _apply_converter(name, stored_parts, converter_of_pattern[next(iter(stored_parts))], shapes)
     return sources
 
 
-def _combined(
+def _apply_converter(
     name: str, parts: dict[str, list[TensorSource]], converter: Any, shapes: dict[str, tuple[int, ...]]
 ) -> dict[str, TensorSource]:
     """Applies a transformers converter to the tensors that match its patterns, without reading them.

@@ -23,13 +23,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from sfumato.errors import ConfigError
-from sfumato.parallel.finite import listed, not_finite, together
+from sfumato.parallel.finite import gather_names, list_first, not_finite
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import (
     Shards,
     all_parameters,
     copy_into,
-    local,
+    local_shard,
     persistent_buffers,
     plain_name,
     trainable_parameters,
@@ -94,7 +94,7 @@ def load_weights(
                 problems = [str(error)]
         raise_everywhere(problems, mesh)
         make_real(module, device or mesh.device)
-        targets = _loadable(module)
+        targets = _tensors_in_files(module)
         # With ``from_rank0`` all ranks loop over rank 0's names, since each of its tensors is a collective.
         for name in mesh.first(list(sources), among="world") if shared else sources:
             source = _from_first(sources.get(name), mesh) if shared else sources[name]
@@ -127,7 +127,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
     if mesh.is_first or not shared:
         unknown = [name for name in tensors if name not in shapes]
         if unknown:
-            problems.append(f"the module has no {listed(unknown, NAMED)}")
+            problems.append(f"the module has no {list_first(unknown, NAMED)}")
         problems += [
             f"{name} has shape {tuple(tensor.shape)}, the module wants {shapes[name]}"
             for name, tensor in tensors.items()
@@ -135,7 +135,7 @@ def load_whole(module: nn.Module, tensors: Mapping[str, Tensor], mesh: Mesh, fro
         ]
     on_meta = [name for name, tensor in (parameters | buffers).items() if tensor.is_meta]
     if on_meta:
-        problems.append(f"{listed(on_meta, NAMED)} are on meta: call load_weights or initialise_on_meta first")
+        problems.append(f"{list_first(on_meta, NAMED)} are on meta: call load_weights or initialise_on_meta first")
     counts = [0] if shared else mesh.gather(len(tensors), over="world")
     if min(counts) != max(counts):
         problems.append(f"the ranks have {min(counts)} to {max(counts)} tensors: give all the same, or set from_rank0")
@@ -203,7 +203,7 @@ def weights_on_first(
                 if name in buffers:
                     tensor = buffers[name].detach().to(dtype)
                 else:
-                    tensor = shards.whole(name, local(parameters[name].detach()).to(dtype))
+                    tensor = shards.whole(name, local_shard(parameters[name].detach()).to(dtype))
                 # Along the pipeline of rank 0 alone: the others hold the same weights.
                 if stage > 0 and ranks[0] == 0:
                     dist.send(tensor.to(mesh.device).contiguous(), dst=0, group=mesh.group("pp"))
@@ -235,7 +235,7 @@ def each_whole_weight(
     parameters = all_parameters(module) if with_frozen else trainable_parameters(module)
     shards = Shards(module, mesh, parameters)
     for name, parameter in parameters.items():
-        held = local(parameter.detach())
+        held = local_shard(parameter.detach())
         shard = held.to(mesh.device, dtype if dtype is not None and held.dtype == torch.float32 else held.dtype)
         tensor = shards.whole(name, shard)
         is_shared = tensor.untyped_storage().data_ptr() == held.untyped_storage().data_ptr()
@@ -252,7 +252,7 @@ def weights_not_finite(module: nn.Module, mesh: Mesh | None = None) -> list[str]
         mesh: the ranks, all of which must call it; None checks this process only.
     """
     names = not_finite(all_parameters(module) | persistent_buffers(module))
-    return names if mesh is None else together(names, mesh)
+    return names if mesh is None else gather_names(names, mesh)
 
 
 def refuse_not_finite(
@@ -269,11 +269,11 @@ def refuse_not_finite(
         ConfigError: when a weight is NaN or infinite; it names the file and the first few weights.
     """
     bad = weights_not_finite(loaded) if isinstance(loaded, nn.Module) else not_finite(loaded)
-    bad = bad if mesh is None else together(bad, mesh)
+    bad = bad if mesh is None else gather_names(bad, mesh)
     if bad:
         raise ConfigError(
-            f"{file_of(files, bad[0])}: weights are NaN or infinite: {listed(bad)}. The file is damaged, or the run "
-            "that wrote it had diverged: fetch it again, or take an earlier one"
+            f"{file_of(files, bad[0])}: weights are NaN or infinite: {list_first(bad)}. The file is damaged, or the "
+            "run that wrote it had diverged: fetch it again, or take an earlier one"
         )
 
 
@@ -292,10 +292,12 @@ def refuse_misread(module: nn.Module, files: Path, is_whole: bool) -> None:
         if is_whole:
             problems = _match_files(stored, _expected_tensors(module), module, strict=True)[1]
         else:
-            problems = [_quantised(name, source) for name, source in stored.items() if _is_float8(source.dtype)]
+            problems = [
+                _describe_quantised(name, source) for name, source in stored.items() if _is_float8(source.dtype)
+            ]
     if problems:
         raise ConfigError(
-            f"{files}: {listed(problems, NAMED, '; ')}. Its config.json and its weights must be of the same model, "
+            f"{files}: {list_first(problems, NAMED, '; ')}. Its config.json and its weights must be of the same model, "
             "as it was published"
         )
 
@@ -365,7 +367,7 @@ def make_real(module: nn.Module, device: torch.device) -> None:
             owner._parameters[key] = first._parameters[name]
 
 
-def _loadable(module: nn.Module) -> dict[str, Tensor]:
+def _tensors_in_files(module: nn.Module) -> dict[str, Tensor]:
     """The tensors of a module that files hold, by their names there: parameters without adapters, persistent buffers.
 
     Raises:
@@ -375,7 +377,7 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     buffers = persistent_buffers(module)
     computed = [name for name, buffer in module.named_buffers() if buffer.is_meta and plain_name(name) not in buffers]
     if computed:
-        raise ConfigError(f"buffers that are in no file are on meta: {listed(computed, NAMED)}; use build_on_meta")
+        raise ConfigError(f"buffers that are in no file are on meta: {list_first(computed, NAMED)}; use build_on_meta")
     adapters = tuple(
         f"{plain_name(f'{name}.')}{adapter}."
         for name, submodule in module.named_modules()
@@ -385,7 +387,7 @@ def _loadable(module: nn.Module) -> dict[str, Tensor]:
     parameters = all_parameters(module)
     on_meta = [name for name, parameter in parameters.items() if name.startswith(adapters) and parameter.is_meta]
     if on_meta:
-        raise ConfigError(f"adapters are on meta: {listed(on_meta, NAMED)}; add them inside real_stand_ins")
+        raise ConfigError(f"adapters are on meta: {list_first(on_meta, NAMED)}; add them inside real_stand_ins")
     loadable = {name: parameter for name, parameter in parameters.items() if not name.startswith(adapters)}
     loadable |= buffers
     return {re.sub(r"(\.base_layer)+\.", ".", name): tensor for name, tensor in loadable.items()}
@@ -401,7 +403,7 @@ def refuse_fsdp1(module: nn.Module) -> None:
 
 def _expected_tensors(module: nn.Module) -> dict[str, ExpectedTensor]:
     """The tensors that files must provide, by name."""
-    loadable = _loadable(module).items()
+    loadable = _tensors_in_files(module).items()
     return {name: ExpectedTensor(tuple(tensor.shape), tensor.dtype, tensor.is_meta) for name, tensor in loadable}
 
 
@@ -442,12 +444,14 @@ def _match_files(
         if source is not None:
             sources[name] = source
             misfits += _describe_misfit(name, source, expected)
-        elif expected.is_meta or (strict and not _ignores(root, "missing", name)):
+        elif expected.is_meta or (strict and not _may_differ(root, "missing", name)):
             missing.append(name)
     allowed = {*expected_tensors, *chain.from_iterable(same), *(plain_name(name) for name, _ in module.named_buffers())}
-    extra = [name for name in stored if strict and name not in allowed and not _ignores(root, "unexpected", name)]
-    problems = [f"the files have no {listed(missing, NAMED)}; is this the folder of another model?"] if missing else []
-    problems += [f"the module has no place for {listed(extra, NAMED)} of the files"] if extra else []
+    extra = [name for name in stored if strict and name not in allowed and not _may_differ(root, "unexpected", name)]
+    problems = (
+        [f"the files have no {list_first(missing, NAMED)}; is this the folder of another model?"] if missing else []
+    )
+    problems += [f"the module has no place for {list_first(extra, NAMED)} of the files"] if extra else []
     return sources, problems + misfits
 
 
@@ -455,7 +459,7 @@ def _describe_misfit(name: str, source: TensorSource, expected: ExpectedTensor) 
     if source.shape != expected.shape:
         return [f"{name} has shape {source.shape} in the files, the module wants {expected.shape}"]
     if expected.dtype.is_floating_point and (not source.dtype.is_floating_point or _is_float8(source.dtype)):
-        return [_quantised(name, source)]
+        return [_describe_quantised(name, source)]
     return []
 
 
@@ -464,12 +468,12 @@ def _is_float8(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point and dtype.itemsize == 1
 
 
-def _quantised(name: str, source: TensorSource) -> str:
+def _describe_quantised(name: str, source: TensorSource) -> str:
     """What is said of a tensor that is quantised in the files."""
     return f"{name} is quantised in the files ({source.dtype}): take weights in bf16, fp16 or fp32"
 
 
-def _ignores(model: nn.Module, kind: str, name: str) -> bool:
+def _may_differ(model: nn.Module, kind: str, name: str) -> bool:
     """Whether the model's class declares that a tensor may be missing or unexpected (``kind``) in the files."""
     patterns = getattr(model, f"_keys_to_ignore_on_load_{kind}", None) or ()
     computed = (r"rotary_emb\.inv_freq$",) if kind == "unexpected" else ()
@@ -491,7 +495,7 @@ def raise_everywhere(problems: list[str], mesh: Mesh) -> None:
     """Raises ConfigError on every rank when any rank has a problem. Every rank must call it."""
     all_problems = sorted(set(chain.from_iterable(mesh.gather(problems, over="world"))))
     if all_problems:
-        raise ConfigError(f"weights: {listed(all_problems, NAMED, '; ')}")
+        raise ConfigError(f"weights: {list_first(all_problems, NAMED, '; ')}")
 
 
 def _from_first(source: TensorSource | None, mesh: Mesh) -> Held:

@@ -98,7 +98,7 @@ def keep_confident(detections: Sequence[Detection], threshold: float, most: int)
     return by_name
 
 
-def relations(one: Detection, other: Detection, threshold: float) -> set[str]:
+def relative_positions(one: Detection, other: Detection, threshold: float) -> set[str]:
     """How one object lies to another, as GenEval's ``relative_position`` says.
 
     The offset of the centres counts beyond ``threshold`` times the sum of both extents, and a direction when it makes
@@ -127,7 +127,7 @@ def is_correct(
         include, exclude: of the prompt's row.
         by_name: of ``keep_confident``.
         colour_of: a function from a detection to the name of its colour.
-        position_threshold: of ``relations``.
+        position_threshold: of ``relative_positions``.
     """
     matched: list[list[Detection] | None] = []
     correct = True
@@ -140,7 +140,7 @@ def is_correct(
             relation, number = entry.position
             targets = matched[number] if number < len(matched) else None
             is_matched = targets is not None and all(
-                relation in relations(detection, target, position_threshold)
+                relation in relative_positions(detection, target, position_threshold)
                 for detection in objects
                 for target in targets
             )

@@ -49,9 +49,9 @@ class GenEval(Reward):
 
     def prepare(self) -> None:
         """Loads detector and CLIP. Raises ConfigError when one is not there."""
-        self._detector()
+        self._load_detector()
         if self.clip is not None:
-            self._colours()
+            self._load_colour_classifier()
 
     def check_installed(self) -> str:
         """See ``Reward``."""
@@ -67,14 +67,14 @@ class GenEval(Reward):
         include, exclude = read_requirements(metadata)
         if self.clip is None and any(entry.colour is not None for entry in include):
             raise DataError("the row asks for a colour, which needs the field clip: give the folder of a CLIP model")
-        names = self._detector().names | {*self.aliases.values()}
+        names = self._load_detector().names | {*self.aliases.values()}
         unknown = [entry.name for entry in [*include, *exclude] if entry.name not in names]
         if unknown:
             raise DataError(f"the detector knows no {unknown[0]!r}: take one trained on COCO, or give aliases")
 
     def score(self, samples: list[Sample]) -> list[float]:
         """See ``Reward``."""
-        detections = self._detector().detect([sample.pixels for sample in samples], self.threshold)
+        detections = self._load_detector().detect([sample.pixels for sample in samples], self.threshold)
         return [float(self._is_correct(*pair)) for pair in zip(samples, detections, strict=True)]
 
     def _is_correct(self, sample: Sample, detections: Sequence[Detection]) -> bool:
@@ -87,16 +87,16 @@ class GenEval(Reward):
         by_name = keep_confident(renamed, threshold, self.max_objects)
 
         def colour_of(detection: Detection) -> str:
-            return self._colours().colour(sample.pixels, detection.name, detection.box)
+            return self._load_colour_classifier().colour(sample.pixels, detection.name, detection.box)
 
         return is_correct(include, exclude, by_name, colour_of, self.position_threshold)
 
-    def _detector(self) -> Detector:
+    def _load_detector(self) -> Detector:
         from sfumato.rewards.networks.detector import load_detector
 
         return load_detector(str(self.detector), self.device)
 
-    def _colours(self) -> ColourClassifier:
+    def _load_colour_classifier(self) -> ColourClassifier:
         from sfumato.rewards.networks.detector import load_colours
 
         assert self.clip is not None

@@ -85,7 +85,7 @@ class HttpReward(Reward):
                     f"reward {self.label!r} takes its key from the environment variable {self.api_key_env}, which is "
                     "not set or holds no key: export it before the run"
                 )
-        return _caller(
+        return _build_caller(
             base_urls or self.base_urls,
             api_key=key,
             retry_for_s=self.retry_for_s,
@@ -136,5 +136,5 @@ class HttpReward(Reward):
 
 
 @load_once
-def _caller(base_urls: tuple[str, ...], **settings: Any) -> HttpCaller:
+def _build_caller(base_urls: tuple[str, ...], **settings: Any) -> HttpCaller:
     return HttpCaller(base_urls, **settings)

@@ -63,7 +63,7 @@ class MathAnswer(AnswerReward):
         try:
             import math_verify
         except ImportError as error:
-            raise self._missing(error) from error
+            raise self._missing_package(error) from error
         logging.getLogger(math_verify.__name__).setLevel(logging.CRITICAL)
 
     def check_installed(self) -> str:
@@ -71,7 +71,7 @@ class MathAnswer(AnswerReward):
         if self.package_path:
             self._package_folder()
         elif importlib.util.find_spec("math_verify") is None:
-            raise self._missing("No module named 'math_verify'")
+            raise self._missing_package("No module named 'math_verify'")
         return ""
 
     def _package_folder(self) -> Path:
@@ -83,7 +83,7 @@ class MathAnswer(AnswerReward):
             )
         return folder
 
-    def _missing(self, why: object) -> MissingDependencyError:
+    def _missing_package(self, why: object) -> MissingDependencyError:
         return MissingDependencyError(
             f"reward {self.label!r} needs math-verify ({why}): run {INSTALL} and set package_path to that folder "
             "(its antlr4-python3-runtime 4.13 breaks hydra and omegaconf where they are installed)"

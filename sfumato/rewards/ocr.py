@@ -66,7 +66,7 @@ def ocr_target(prompt: str, metadata: Mapping[str, object]) -> str:
             )
     if not isinstance(target, str):
         raise DataError(f"the 'target' of prompt {prompt!r} must be a text, not {target!r}: write it in quotes")
-    if not _normalise(target):
+    if not _normalise_text(target):
         raise DataError(f"the ocr target of prompt {prompt!r} is empty: give the text that the image should show")
     return target
 
@@ -102,7 +102,7 @@ def ocr_text_score(text: str, target: str) -> float:
     Raises:
         DataError: the target is empty.
     """
-    text, target = _normalise(text), _normalise(target)
+    text, target = _normalise_text(text), _normalise_text(target)
     if not target:
         raise DataError("the target of an ocr score is empty")
     if target in text:
@@ -121,7 +121,7 @@ def levenshtein(first: Sequence[str], second: Sequence[str]) -> int:
     return previous[-1]
 
 
-def _normalise(text: str) -> str:
+def _normalise_text(text: str) -> str:
     # one character for what looks alike, such as the wide colon that engines for Chinese read in any line
     return "".join(unicodedata.normalize("NFKC", text).replace("\u2019", "'").split()).casefold()
 
@@ -188,7 +188,7 @@ class OcrReward(Reward):
             return ""
         missing = [name for name in PACKAGES[self.engine] if importlib.util.find_spec(name) is None]
         if missing:
-            raise _missing(self.engine, f"No module named {missing[0]!r}")
+            raise _missing_engine(self.engine, f"No module named {missing[0]!r}")
         return (
             "" if self.engine == "rapidocr" else "whether PaddleOCR has its models, which it downloads at its first use"
         )
@@ -276,7 +276,7 @@ def _load_rapidocr(batch_size: int, num_threads: int) -> RapidOCR:
         engine = RapidOCR(params=parameters)
         engine.recognize_txt([_BLANK])  # models load at first use
     except ImportError as error:
-        raise _missing("rapidocr", error) from error
+        raise _missing_engine("rapidocr", error) from error
     return engine
 
 
@@ -286,7 +286,7 @@ PACKAGES = {"rapidocr": ("rapidocr", "onnxruntime"), "paddleocr": ("paddleocr", 
 INSTALL = {"rapidocr": "rapidocr onnxruntime", "paddleocr": "'paddleocr>=3.0' paddlepaddle"}
 
 
-def _missing(engine: str, why: object) -> MissingDependencyError:
+def _missing_engine(engine: str, why: object) -> MissingDependencyError:
     return MissingDependencyError(
         f"the ocr reward with engine {engine} needs a package that is missing ({why}): pip install {INSTALL[engine]}"
     )
@@ -364,4 +364,4 @@ def load_paddle(detect: bool, batch_size: int, num_threads: int) -> PaddleOCR | 
             cpu_threads=num_threads,
         )
     except ImportError as error:
-        raise _missing("paddleocr", error) from error
+        raise _missing_engine("paddleocr", error) from error

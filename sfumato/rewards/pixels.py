@@ -60,7 +60,7 @@ class Sharpness(DifferentiableReward):
 
     def score(self, samples: list[Sample]) -> list[float]:
         """``mean|difference to the right or downward neighbour| / 255`` for each image."""
-        return [_sharpness(sample.pixels.astype(np.float64) / 255) for sample in samples]
+        return [_measure_sharpness(sample.pixels.astype(np.float64) / 255) for sample in samples]
 
     def score_pixels(self, pixels: torch.Tensor, prompts: Sequence[str]) -> torch.Tensor:
         """As ``DifferentiableReward.score_pixels``."""
@@ -165,7 +165,7 @@ class Placement(_WordReward):
         return [_share_of_ink(sample.pixels, side) for sample, side in zip(samples, sides, strict=True)]
 
 
-def _sharpness(image: np.ndarray) -> float:
+def _measure_sharpness(image: np.ndarray) -> float:
     """For float [H, W, 3] from 0 to 1. An image of one pixel has no neighbours and is not sharp."""
     steps = np.concatenate([np.abs(np.diff(image, axis=axis)).ravel() for axis in (0, 1)])
     return float(steps.mean()) if len(steps) else 0.0

@@ -49,12 +49,12 @@ class ReasoningGym(Reward):
             MissingDependencyError: reasoning-gym is not installed.
             SandboxError: programs cannot be contained here.
         """
-        Sandbox(readable=_folders()).check()
+        Sandbox(readable=_package_folders()).check()
         verifier.ask([], _START_S)
 
     def check_installed(self) -> str:
         """See ``Reward``."""
-        Sandbox(readable=_folders()).check()
+        Sandbox(readable=_package_folders()).check()
         return ""
 
     def check_row(self, prompt: str, metadata: dict[str, object]) -> None:
@@ -103,9 +103,9 @@ class ReasoningGym(Reward):
         return [verdict if isinstance(verdict, str) else _check_score(verdict) for verdict in answers]
 
 
-def sandbox() -> Sandbox:
+def build_sandbox() -> Sandbox:
     """The sandbox that verifiers run in. Raises MissingDependencyError where reasoning-gym is not installed."""
-    return Sandbox(ProgramLimits(wall_s=_LIFE_S, memory_mib=4096), readable=_folders())
+    return Sandbox(ProgramLimits(wall_s=_LIFE_S, memory_mib=4096), readable=_package_folders())
 
 
 class Verifier:
@@ -140,8 +140,8 @@ class Verifier:
         files = {"verifier.py": _VERIFIER.read_bytes()}
         # some problems follow from hashes of texts; without -I the variable counts, and -P keeps /tmp out of the path
         command = ["/usr/bin/env", "PYTHONHASHSEED=0", PYTHON, "-s", "-P", "-S", "/tmp/verifier.py"]
-        program = KeptProgram(sandbox(), command, files)
-        program.ask(json.dumps({"paths": _folders()}).encode(), _START_S, _MOST_BYTES)
+        program = KeptProgram(build_sandbox(), command, files)
+        program.ask(json.dumps({"paths": _package_folders()}).encode(), _START_S, _MOST_BYTES)
         return program
 
     def forget(self) -> None:
@@ -163,7 +163,7 @@ def _check_score(value: object) -> float | str:
 
 
 @functools.cache
-def _folders() -> list[str]:
+def _package_folders() -> list[str]:
     """Where reasoning-gym and what it needs are installed. Raises MissingDependencyError."""
     spec = importlib.util.find_spec("reasoning_gym")
     if spec is None or spec.origin is None:

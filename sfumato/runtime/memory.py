@@ -72,7 +72,7 @@ class RoleMemory:
         self.module = module
         self.optimizer = optimizer
         self.device = torch.device(device)
-        self._parts: dict[str, Callable[[], Iterable[torch.Tensor]]] = {PARAMETERS: self._weights}
+        self._parts: dict[str, Callable[[], Iterable[torch.Tensor]]] = {PARAMETERS: self._iterate_weights}
         if optimizer is not None:
             self._parts[OPTIMIZER] = lambda: _state_tensors(optimizer)
         self._parts |= others or {}
@@ -138,13 +138,13 @@ class RoleMemory:
         for name in parts:
             tensors = self._parts[name]()
             if name not in self._away and name not in leaving:
-                leaving[name] = list(_storages(tensors, self.device, seen))
+                leaving[name] = list(_iterate_storages(tensors, self.device, seen))
         copies = {name: [_copy_of(storage) for storage in storages] for name, storages in leaving.items()}
         self._synchronize()  # before anything is freed: copies may still run, perhaps in several streams
         freed = 0
         for name, away in copies.items():
             self._away[name] = away
-            self._guards[name] = self._guard(name)
+            self._guards[name] = self._guard_hooks(name)
             for part in away:
                 freed += part.storage.nbytes()
                 part.storage.resize_(0)
@@ -179,11 +179,11 @@ class RoleMemory:
             self._away.pop(name, None)
         return brought
 
-    def _weights(self) -> Iterator[torch.Tensor]:
+    def _iterate_weights(self) -> Iterator[torch.Tensor]:
         yield from all_parameters(self.module).values()
         yield from self.module.buffers()
 
-    def _guard(self, name: str) -> list[RemovableHandle]:
+    def _guard_hooks(self, name: str) -> list[RemovableHandle]:
         """Registers hooks that raise OffloadedError before a pass, a step or a save could read empty storages, which
         would crash the process or give wrong results."""
 
@@ -211,7 +211,9 @@ def _state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
-def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> Iterator[torch.UntypedStorage]:
+def _iterate_storages(
+    tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]
+) -> Iterator[torch.UntypedStorage]:
     """The non-empty storages of tensors on a device, each once.
 
     Args:
@@ -219,7 +221,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[i
         device: tensors on other devices are skipped.
         seen: addresses of storages to skip, to which those that are yielded are added.
     """
-    for plain in (inner for tensor in tensors for inner in _plain(tensor)):
+    for plain in (inner for tensor in tensors for inner in _plain_tensors(tensor)):
         storage = plain.untyped_storage()
         if plain.device.type != device.type or not storage.nbytes() or not storage.resizable():
             continue
@@ -230,7 +232,7 @@ def _storages(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[i
         yield storage
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The plain tensors within a tensor: the shard of a DTensor, codes and scales of compressed state, or itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
@@ -238,7 +240,7 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     names, _ = tensor.__tensor_flatten__()
     for inner in (getattr(tensor, name) for name in names):
         if isinstance(inner, torch.Tensor):  # a DTensor also lists its mesh
-            yield from _plain(inner)
+            yield from _plain_tensors(inner)
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:

@@ -202,7 +202,7 @@ class LocalRole:
 
     def call(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> Future:
         """Runs the function now."""
-        return _done(self._run(function, args, self._record.label, kind))
+        return _finished_future(self._run(function, args, self._record.label, kind))
 
     call_concurrently = submit = call
 
@@ -238,7 +238,7 @@ class LocalRole:
     def prefetch(self, parts: Sequence[Sequence[Handle]]) -> Future:
         """Does nothing: the values are in this process."""
         del parts
-        return _done(None)
+        return _finished_future(None)
 
     def close(self) -> None:
         """Closes the state's engine, if it has one."""
@@ -252,7 +252,7 @@ def close_engine(state: object) -> None:
         close()
 
 
-def _done(value: object) -> Future:
+def _finished_future(value: object) -> Future:
     """A future that has ended with a value."""
     future: ThreadFuture[object] = ThreadFuture()
     future.set_result(value)
@@ -387,7 +387,7 @@ def values_of(args: Any) -> Any:
 
 
 @contextmanager
-def labelled(record: Record, step: int, version: int | None = None) -> Iterator[None]:
+def label_calls(record: Record, step: int, version: int | None = None) -> Iterator[None]:
     """Calls that are made inside the block are labelled with that step and version of the policy."""
     before = record.label
     record.label = Label(step, version)

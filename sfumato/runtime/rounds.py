@@ -156,7 +156,10 @@ class Iteration:
     @classmethod
     def planned(cls, step: int, by_rank: Sequence[Sequence[Request]], unit_size: int | None) -> Iteration:
         """Cuts the requests of each rank into units of ``unit_size``, or if that is None into groups."""
-        cut = [_groups(requests) if unit_size is None else _slices(requests, unit_size) for requests in by_rank]
+        cut = [
+            _group_requests(requests) if unit_size is None else _slice_requests(requests, unit_size)
+            for requests in by_rank
+        ]
         rounds = [[None if unit is None else Unit(unit) for unit in units] for units in zip_longest(*cut)]
         return cls(step, [Round(step, units) for units in rounds])
 
@@ -298,11 +301,11 @@ class StreamBatch:
         return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))}
 
 
-def _slices(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
+def _slice_requests(requests: Sequence[Request], size: int) -> list[Sequence[Request]]:
     return [requests[start : start + size] for start in range(0, len(requests), size)]
 
 
-def _groups(requests: Sequence[Request]) -> list[Sequence[Request]]:
+def _group_requests(requests: Sequence[Request]) -> list[Sequence[Request]]:
     requests_by_group: dict[int, list[Request]] = {}
     for request in requests:
         requests_by_group.setdefault(request.group_id, []).append(request)

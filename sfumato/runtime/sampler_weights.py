@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from sfumato.errors import RoleLostError
-from sfumato.runtime.roles import Future, Roles, labelled
+from sfumato.runtime.roles import Future, Roles, label_calls
 
 if TYPE_CHECKING:
     from sfumato.runtime.states import Actor, Sampler
@@ -57,7 +57,7 @@ class SamplerWeights:
         while version != self.sampler_version:
             if self._transferred in (None, self.sampler_version):
                 self._transfer(version)
-            with labelled(self.roles.driver.record, step + 1, self._transferred):
+            with label_calls(self.roles.driver.record, step + 1, self._transferred):
                 self.applied = self.roles.weights.apply(self._transferred)
             self.sampler_version = self._transferred
 
@@ -88,7 +88,7 @@ class SamplerWeights:
         return True
 
     def _transfer(self, version: int) -> None:
-        with labelled(self.roles.driver.record, self.actor_version + 1, version):
+        with label_calls(self.roles.driver.record, self.actor_version + 1, version):
             self.roles.weights.transfer(version)
         self._transferred = version
 

@@ -41,7 +41,7 @@ from sfumato.config.rl import RLConfig
 from sfumato.errors import RoleLostError, ValuesLostError
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import RankBatch
-from sfumato.runtime.roles import Handle, Roles, labelled
+from sfumato.runtime.roles import Handle, Roles, label_calls
 from sfumato.runtime.rounds import (
     DrawnSample,
     InFlight,
@@ -185,12 +185,12 @@ class RolloutStream:
             # A part that is None would give a rank nothing to do.
             nothing = [()] * len(self.roles.actor.data_ranks)
             ((self._last_unfinished,), *_) = self.roles.actor.map_remote(self.unfinished, nothing, kind="load")
-        self.roles.driver.on_progress(self._listen)
+        self.roles.driver.on_progress(self._start_pending)
         try:
             for step in range(from_step, self.total_steps):
                 batch = self._collect(step)
                 self._end_turn()
-                with labelled(self.roles.driver.record, step + 1):
+                with label_calls(self.roles.driver.record, step + 1):
                     self._advance()
                     yield step, batch
                 del batch  # else the samples would be kept while the next are collected
@@ -203,7 +203,7 @@ class RolloutStream:
         Errors are raised when the next iteration is asked for, so that the results of this one are logged before.
         """
         self.weights.actor_version = version
-        self._listen()
+        self._start_pending()
 
     def with_latest_weights(self, draw: Callable[[], Result]) -> Result:
         """Has a sampler of its own draw by the actor's current weights, as an evaluation does.
@@ -227,7 +227,7 @@ class RolloutStream:
                 self._advance()  # rounds for older weights are begun before
                 self._raise_problem()
                 self.roles.driver.wait(self.in_flight.pending())
-            with self._advancing():
+            with self._hold_advance():
                 try:
                     self.weights.take_newest()
                     drawn = (draw(),)
@@ -237,13 +237,13 @@ class RolloutStream:
         return drawn[0]
 
     def _raise_problem(self) -> None:
-        """Raises the error that ``_listen`` has stored, once."""
+        """Raises the error that ``_start_pending`` has stored, once."""
         if self._problem is not None:
             problem = self._problem
             self._problem = None
             raise problem
 
-    def _listen(self) -> None:
+    def _start_pending(self) -> None:
         """Begins what may begin while the driver waits for another call, which must not raise the stream's errors."""
         try:
             if self._problem is None:
@@ -283,9 +283,9 @@ class RolloutStream:
         self.in_flight.iterations.remove(iteration)
         self._last_unfinished = iteration.rounds[-1].unfinished
         self.in_flight.delivered_bytes = sum(round_.nbytes for round_ in iteration.rounds)
-        return self._batch(iteration, wait_s)
+        return self._join_batch(iteration, wait_s)
 
-    def _batch(self, iteration: Iteration, wait_s: float) -> StreamBatch:
+    def _join_batch(self, iteration: Iteration, wait_s: float) -> StreamBatch:
         """Joins the samples of the sampler's ranks in the order of their ids, and divides them among the actor's ranks.
 
         Rollouts and samples stay handles: only scores and ids pass through this process.
@@ -346,14 +346,14 @@ class RolloutStream:
         self._has_news = True
         if self._is_advancing:
             return
-        with self._advancing():
+        with self._hold_advance():
             while self._has_news:  # calls may have ended meanwhile
                 self._has_news = False
                 while self._begin_one():
                     pass
 
     @contextmanager
-    def _advancing(self) -> Iterator[None]:
+    def _hold_advance(self) -> Iterator[None]:
         """Inside the block ``_advance`` begins nothing."""
         self._is_advancing = True
         try:
@@ -379,7 +379,7 @@ class RolloutStream:
         round_ = self.in_flight.to_score(self.with_reward)
         if round_ is None:
             return False
-        with labelled(self.roles.driver.record, round_.step + 1, round_.version):
+        with label_calls(self.roles.driver.record, round_.step + 1, round_.version):
             for unit in round_.units:
                 unit.scores = self.roles.scorer.submit(self.score, unit.made[1], kind="score")
         return True
@@ -419,7 +419,7 @@ class RolloutStream:
             round_.version = cast("int", self.weights.sampler_version)
             round_.forget_samples(and_scores=True)
         requests = [None if unit is None else unit.requests for unit in round_.by_rank]
-        with labelled(self.roles.driver.record, step + 1, round_.version):
+        with label_calls(self.roles.driver.record, step + 1, round_.version):
             unfinished = self._unfinished_before(round_)
             handles_by_rank = self.roles.sampler.map_remote(
                 self.generate,
@@ -453,7 +453,7 @@ class RolloutStream:
 
     def _begin_turn(self, step: int) -> None:
         """Has the actor free the GPUs for the sampler."""
-        with self._advancing():
+        with self._hold_advance():
             try:
                 self.weights.begin_turn(step)
             except RoleLostError as lost:
@@ -484,7 +484,7 @@ class RolloutStream:
                 [handle for unit in units for handle in unit.made] for units, _ in self._samples_of_actor(iteration)
             ]
             try:
-                with labelled(self.roles.driver.record, iteration.step + 1):
+                with label_calls(self.roles.driver.record, iteration.step + 1):
                     self.roles.actor.prefetch(parts).result()
                 return True
             except ValuesLostError as error:
@@ -492,7 +492,7 @@ class RolloutStream:
                 lost = iteration.rounds
         if problem.role != self.roles.sampler.name:
             raise problem
-        with self._advancing():
+        with self._hold_advance():
             self._draw_again(lost, problem)
         return False
 

@@ -161,13 +161,13 @@ def refuse_calls() -> None:
     Beside ``REFUSED``: sockets other than local ones, new namespaces, and the ABIs of 32 bits. ``clone3``, whose flags
     no filter can read, seems not to exist; libraries then take ``clone``.
     """
-    program = _filter(REFUSED.values())
+    program = _seccomp_filter(REFUSED.values())
     buffer = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *line) for line in program))
     packed = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))  # struct sock_fprog
     _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, packed, 0, 0), "installing the filter of system calls")
 
 
-def _filter(refused: Iterable[int]) -> list[_Instruction]:
+def _seccomp_filter(refused: Iterable[int]) -> list[_Instruction]:
     """Classic BPF over ``struct seccomp_data``: number at 0, architecture at 4, low half of argument 1 at 16.
 
     An instruction is its code, how many to skip if a comparison holds, how many if not, and its operand.

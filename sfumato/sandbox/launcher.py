@@ -133,7 +133,7 @@ def _start(request: ProgramRequest, descriptors: list[int]) -> None:
     child = os.fork()
     if not child:
         near_end.close()
-        _run_guarded(_enter, request, descriptors, far_end)
+        _run_guarded(_enter_namespaces, request, descriptors, far_end)
     far_end.close()
     if near_end.recv(1) == b"u":  # C has unshared; it waits for the "m" of mapped
         is_root = os.geteuid() == 0
@@ -164,7 +164,7 @@ def _write(path: str, text: str) -> None:
         raise kernel.CallError(f"writing {os.path.basename(path)} of the user namespace", error.errno or 0) from error
 
 
-def _enter(request: ProgramRequest, descriptors: list[int], mapper: socket.socket) -> None:
+def _enter_namespaces(request: ProgramRequest, descriptors: list[int], mapper: socket.socket) -> None:
     """C: creates the namespaces, and starts I in them."""
     os.setsid()
     if os.geteuid() == 0:

@@ -37,12 +37,12 @@ def load_json(text: str | bytes, *, max_values: int, max_depth: int = 100) -> ob
         raise JSONLimitError(f"nested more than {max_depth} times") from error
     brackets = ("{", "[") if isinstance(text, str) else (b"{", b"[")
     # few brackets cannot nest deeply, so most values need no walk
-    if sum(text.count(bracket) for bracket in brackets) > max_depth and _depth(value) > max_depth:  # type: ignore[arg-type]
+    if sum(text.count(bracket) for bracket in brackets) > max_depth and _nesting_depth(value) > max_depth:  # type: ignore[arg-type]
         raise JSONLimitError(f"nested more than {max_depth} times")
     return value
 
 
-def _depth(value: object) -> int:
+def _nesting_depth(value: object) -> int:
     depth = 0
     level = [value]
     while level := [inner for inner in level if isinstance(inner, dict | list)]:

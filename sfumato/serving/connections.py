@@ -70,7 +70,7 @@ def uvicorn_config(app: ASGIApp, *, grace_s: int) -> uvicorn.Config:
     )
 
 
-def trust(scope: Scope) -> None:
+def trust_connection(scope: Scope) -> None:
     """Notes that the connection of a request has shown the key, or whatever the server asks for."""
     connection = scope.get("state", {}).get("connection")
     if connection is not None:
@@ -108,7 +108,8 @@ def _connection_class() -> type[asyncio.Protocol]:
             app_state: Mapping[str, object],
             _loop: asyncio.AbstractEventLoop | None = None,
         ) -> None:
-            # uvicorn copies the state into the scope of each request, where ``trust`` and ``is_trusted`` find it
+            # uvicorn copies the state into the scope of each request, where ``trust_connection`` and ``is_trusted``
+            # find it
             super().__init__(config, server_state, {**app_state, "connection": self}, _loop)
             self.is_trusted = False
             self._deadline: asyncio.TimerHandle | None = None

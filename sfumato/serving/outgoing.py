@@ -188,11 +188,11 @@ def _connect(base: BaseUrl, limits: Limits, tls: ssl.SSLContext | None, has_key:
         opened = socket.socket(family, kind, protocol)
         try:
             opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            opened.settimeout(_remaining(limits.deadline))
+            opened.settimeout(_seconds_left(limits.deadline))
             opened.connect(address)
             if tls is None:
                 return opened
-            opened.settimeout(_remaining(limits.deadline))
+            opened.settimeout(_seconds_left(limits.deadline))
             return tls.wrap_socket(opened, server_hostname=base.host)
         except OSError as error:
             opened.close()
@@ -223,7 +223,7 @@ def _check_status(response: http.client.HTTPResponse, base: BaseUrl, path: str) 
         )
     if status == 200:
         return
-    message = f"{base.text}: HTTP status {status}{_excerpt(response)}"
+    message = f"{base.text}: HTTP status {status}{_read_excerpt(response)}"
     if status in _TRANSIENT_STATUSES or status >= 500:
         raise TransientError(f"status {status}", message, _retry_after_s(response.getheader("Retry-After")))
     if status < 300:
@@ -231,7 +231,7 @@ def _check_status(response: http.client.HTTPResponse, base: BaseUrl, path: str) 
     raise RefusedError(f"status {status}", message)
 
 
-def _excerpt(response: http.client.HTTPResponse) -> str:
+def _read_excerpt(response: http.client.HTTPResponse) -> str:
     """The beginning of the text that explains a status, as one line; empty when there is none."""
     try:
         text = response.read(_EXCERPT_BYTES).decode("utf-8", errors="replace")
@@ -273,7 +273,7 @@ def _read(response: http.client.HTTPResponse, base: BaseUrl, max_bytes: int) -> 
     return b"".join(pieces)
 
 
-def _remaining(deadline: float | Callable[[], float]) -> float:
+def _seconds_left(deadline: float | Callable[[], float]) -> float:
     remaining_s = (deadline() if callable(deadline) else deadline) - time.monotonic()
     if remaining_s <= 0:
         raise TimeoutError("the deadline has passed")
@@ -290,7 +290,7 @@ class _TimedSocket:
     def sendall(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
-            self._opened.settimeout(_remaining(self._deadline))
+            self._opened.settimeout(_seconds_left(self._deadline))
             rest = rest[self._opened.send(rest[:1_048_576]) :]
 
     def makefile(self, mode: str) -> io.BufferedReader:
@@ -311,8 +311,8 @@ class _TimedStream(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while True:
-            self._opened.settimeout(_remaining(self._deadline))
+            self._opened.settimeout(_seconds_left(self._deadline))
             try:
                 return self._opened.recv_into(buffer)
-            except TimeoutError:  # unless the deadline has moved meanwhile, ``_remaining`` raises it again
+            except TimeoutError:  # unless the deadline has moved meanwhile, ``_seconds_left`` raises it again
                 continue

@@ -8,7 +8,7 @@ from http.cookies import CookieError, SimpleCookie
 from typing import TYPE_CHECKING
 from urllib.parse import parse_qsl
 
-from sfumato.serving.connections import trust
+from sfumato.serving.connections import trust_connection
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -65,7 +65,7 @@ class TokenGuard:
             await send(message)
 
         if self._has_cookie(scope):
-            trust(scope)
+            trust_connection(scope)
             await self.app(scope, receive, send_with_headers)
             return
         query = dict(parse_qsl(scope.get("query_string", b"").decode("latin-1"), max_num_fields=64))

@@ -30,7 +30,7 @@ from sfumato.studio.requests import (
     json_response,
     number_list,
     number_parameter,
-    refusal,
+    refuse_request,
     text_parameter,
     text_parameters,
 )
@@ -113,7 +113,7 @@ class Studio:
     async def static(self, request: Request) -> Response:
         """A script or a style sheet of the studio's own: only what was read at its start is sent."""
         make = self._static.get(request.path_params["path"])
-        return make() if make else refusal(404, "there is no such file")
+        return make() if make else refuse_request(404, "there is no such file")
 
     def list_runs(self, request: Request) -> Response:
         """Runs from one on, the newest first; with ``quick`` none is read that nobody has looked at yet."""
@@ -252,22 +252,22 @@ class Studio:
         if width not in WIDTHS:
             raise RefusedRequestError(400, f"width must be one of {', '.join(map(str, WIDTHS))}")
         try:
-            content = self.thumbnails.get(self._path(request), width)
+            content = self.thumbnails.get(self._sample_path(request), width)
         except BrokenPictureError as error:
-            return refusal(404, str(error))
+            return refuse_request(404, str(error))
         return Response(content, media_type="image/webp", headers={"cache-control": FOR_EVER})
 
     def spectrum(self, request: Request) -> Response:
         """A picture of the spectrum of a sound."""
         try:
-            content = draw_spectrum(self._path(request))
+            content = draw_spectrum(self._sample_path(request))
         except BrokenPictureError as error:
-            return refusal(404, str(error))
+            return refuse_request(404, str(error))
         return Response(content, media_type="image/png", headers={"cache-control": FOR_EVER})
 
     def file(self, request: Request) -> Response:
         """A picture, an animation or a sound as the run has written it; a part of it where the browser asks for one."""
-        path = self._path(request)
+        path = self._sample_path(request)
         media_type = MEDIA_TYPES.get(path.suffix)
         if media_type is None:
             raise RefusedRequestError(404, "files of this kind are not sent")
@@ -285,7 +285,7 @@ class Studio:
     def _run(self, request: Request) -> RunReader:
         return find_run(self.runs, text_parameter(request, "run"))
 
-    def _path(self, request: Request) -> Path:
+    def _sample_path(self, request: Request) -> Path:
         """The file of a sample: one that the rows of its step name."""
         step = number_parameter(request, "step")
         name = text_parameter(request, "file")
@@ -307,14 +307,14 @@ def build_app(studio: Studio, token: str, names: tuple[str, ...] = (), more: tup
 
     async def refuse(request: Request, error: Exception) -> Response:
         assert isinstance(error, RefusedRequestError)
-        return refusal(error.status, str(error))
+        return refuse_request(error.status, str(error))
 
     async def explain(request: Request, error: Exception) -> Response:
-        return refusal(422, str(error))
+        return refuse_request(422, str(error))
 
     async def refuse_http(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        return refusal(error.status_code, error.detail)
+        return refuse_request(error.status_code, error.detail)
 
     app = Starlette(
         routes=[*studio.routes(), *more],

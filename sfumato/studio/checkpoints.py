@@ -23,7 +23,7 @@ def describe_checkpoints(reader: RunReader) -> JSON:
     listed = []
     for step, folder in reversed(checkpoints.items()):
         try:
-            listed.append({"step": step, "bytes": _size(folder), "time": folder.stat().st_mtime})
+            listed.append({"step": step, "bytes": _folder_bytes(folder), "time": folder.stat().st_mtime})
         except OSError:  # removed meanwhile, as a run removes its oldest
             continue
     task = str(reader.environment().get("task", ""))
@@ -31,7 +31,7 @@ def describe_checkpoints(reader: RunReader) -> JSON:
     return {"checkpoints": listed, "has_export": (reader.folder / "hf_ckpt").is_dir(), "answers": answers}
 
 
-def _size(folder: Path) -> int:
+def _folder_bytes(folder: Path) -> int:
     total = count = 0
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -39,7 +39,7 @@ def explain_change(reader: RunReader, first: int, last: int) -> JSON:
         ``differences``: the total reward and each part with its interval over prompts; ``prompts``: the change of each
         prompt; ``movers``: the samples that changed most as pairs; ``watched``: rewards that only watch; ``signs``.
     """
-    before, after = (_evaluation(reader, step) for step in (first, last))
+    before, after = (_evaluation_samples(reader, step) for step in (first, last))
     differences, num_unpaired = paired_rewards(before, after)
     pairs = pair_samples(before, after)
     changes = [
@@ -70,7 +70,7 @@ def explain_change(reader: RunReader, first: int, last: int) -> JSON:
     }
 
 
-def _evaluation(reader: RunReader, step: int) -> list[Record]:
+def _evaluation_samples(reader: RunReader, step: int) -> list[Record]:
     return [row for row in reader.samples.rows(step) if row.get("kind") == "eval"]
 
 
@@ -136,8 +136,8 @@ def describe_comparison(readers: Sequence[RunReader], step: int | None) -> JSON:
     names = [reader.name for reader in readers]
     return {
         "runs": [_describe_record(reader, run) for reader, run in zip(readers, comparison.runs, strict=True)],
-        "config": _fields(comparison.config),
-        "environment": _fields(comparison.environment),
+        "config": _describe_differences(comparison.config),
+        "environment": _describe_differences(comparison.environment),
         "results": {
             printable(name): [None if result is None else asdict(result) for result in results]
             for name, results in comparison.results.items()
@@ -162,7 +162,7 @@ def _describe_record(reader: RunReader, run: RunRecord) -> JSON:
     return {"run": reader.name, "task": run.task, "state": run.state, "problems": problems}
 
 
-def _fields(differences: Sequence[Difference]) -> list[JSON]:
+def _describe_differences(differences: Sequence[Difference]) -> list[JSON]:
     shown: list[JSON] = []
     for difference in differences[:MOST_DIFFERENCES]:
         place = tuple(difference.name.split("."))

@@ -137,7 +137,7 @@ class Control:
             raise RefusedRequestError(400, "step and id must be whole numbers, and kind one of " + ", ".join(KINDS))
         find_sample(reader, step, kind, sample_id)
         sample = ("--step", str(step), "--sample", str(sample_id), "--kind", kind)
-        async with self._alone():
+        async with self._reserve_model():
             await self._end_playground()  # two models need not fit into memory
             return json_response(await self._replay(reader, sample))
 
@@ -165,8 +165,8 @@ class Control:
             raise RefusedRequestError(500, f"the sample was not made again: {_last_words(messages)}") from error
         file = result.pop("file", None)
         if isinstance(file, str) and Path(file).suffix in (".png", ".webp") and Path(file).is_file():
-            result["picture"] = self._address(Path(file))
-        return {str(name): _cleaned(item) for name, item in result.items()}
+            result["picture"] = self._playground_address(Path(file))
+        return {str(name): _clean_value(item) for name, item in result.items()}
 
     async def play(self, request: Request) -> Response:
         """Has a checkpoint, or all of them, answer a prompt. The process that holds the model stays for the next."""
@@ -177,7 +177,7 @@ class Control:
             parse_question(question)
         except ConfigError as error:
             raise RefusedRequestError(400, str(error)) from error
-        async with self._alone():
+        async with self._reserve_model():
             if self._playground is None or not self._playground.serves(reader):
                 await self._end_playground()
                 assert self.outputs is not None
@@ -197,14 +197,14 @@ class Control:
             parts = {"picture": path, "sound": path.with_suffix(".wav")}
             if path.suffix == ".wav":
                 parts = {"spectrum": path.with_suffix(".png"), "sound": path}
-            answer |= {name: self._address(part) for name, part in parts.items() if part.is_file()}
-        return json_response({"answers": [_cleaned(answer) for answer in answers], "memory": state.get("memory")})
+            answer |= {name: self._playground_address(part) for name, part in parts.items() if part.is_file()}
+        return json_response({"answers": [_clean_value(answer) for answer in answers], "memory": state.get("memory")})
 
     async def end_playground(self, request: Request) -> Response:
         """Frees the memory that the playground's model takes; an answer that it is computing is not waited for."""
         await _read_json(request)
         if self._playground is None:  # it is being started, or a replay is at work
-            async with self._alone():
+            async with self._reserve_model():
                 pass
         await self._end_playground()
         return json_response({})
@@ -228,7 +228,7 @@ class Control:
             self._playground = None
             await playground.close()
 
-    def _address(self, path: Path) -> str:
+    def _playground_address(self, path: Path) -> str:
         name = secrets.token_urlsafe(16)
         self._files[name] = path
         while len(self._files) > MOST_PICTURES:
@@ -237,7 +237,7 @@ class Control:
         return f"/made?name={name}"
 
     @contextlib.asynccontextmanager
-    async def _alone(self):
+    async def _reserve_model(self):
         """One process that holds a model at a time. Raises RefusedRequestError (429) while another one is at work."""
         if self._loading.locked():
             raise RefusedRequestError(
@@ -283,20 +283,20 @@ def _read_answers(reader: RunReader) -> dict[str, object]:
     prompts = read_text(reader.folder / FOLDER, WATCHED).splitlines()
     prompts = [line for line in prompts if line.strip() and not line.startswith("#")]
     return {
-        "answers": _cleaned(answers[-NEWEST_ANSWERS:]),
+        "answers": _clean_value(answers[-NEWEST_ANSWERS:]),
         "waiting": waiting,
         "prompts": [printable(line) for line in prompts],
     }
 
 
-def _cleaned(value: object) -> object:
+def _clean_value(value: object) -> object:
     """A value with texts that do nothing to what shows them, and without secrets."""
     if isinstance(value, str):
         return printable(hide_in_text(value[:20_000]))
     if isinstance(value, dict):
-        return {str(name): _cleaned(item) for name, item in value.items()}
+        return {str(name): _clean_value(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_cleaned(item) for item in value[:1000]]
+        return [_clean_value(item) for item in value[:1000]]
     return value
 
 

@@ -11,7 +11,7 @@ from sfumato.studio.runs import RunReader
 from sfumato.studio.samples import IN_MATRIX, SNIPPET, text_of, whole_number
 from sfumato.studio.tail import Record
 from sfumato.tracking.json_lines import is_number
-from sfumato.tracking.report_answers import shortened
+from sfumato.tracking.report_answers import shorten_text
 
 JSON = dict[str, object]
 
@@ -125,7 +125,7 @@ def summarise_sample(row: Mapping[str, object]) -> JSON:
         "seed": whole_number(row.get("seed")),
         "total": number_of(row, "total"),
         "advantage": number_of(row, "advantage"),
-        "rewards": {printable(name): value for name, value in _rewards(row).items()},
+        "rewards": {printable(name): value for name, value in _row_rewards(row).items()},
     }
 
 
@@ -143,7 +143,7 @@ def describe_sample(reader: RunReader, step: int, row: Record) -> JSON:
     return {
         "step": step,
         "version": entry.version if entry else "",
-        "sample": bounded(row),
+        "sample": shorten_value(row),
         "prompt_key": key_of_prompt(text_of(row, "prompt")),
         "group": group_of(row) if kind == "train" else None,
         "ids": [whole_number(other.get("sample_id")) for other in neighbours],
@@ -195,16 +195,16 @@ def describe_frames(reader: RunReader, kind: str, sample_id: int, seed: int | No
     }
 
 
-def bounded(value: object, depth: int = 0) -> object:
+def shorten_value(value: object, depth: int = 0) -> object:
     """A value of a row with long texts cut to their beginning and end, and long lists to their beginning."""
     if isinstance(value, str):
-        return printable(shortened(value, MOST_TEXT))
+        return printable(shorten_text(value, MOST_TEXT))
     if depth >= MOST_DEPTH and isinstance(value, Mapping | list):
         return "…"
     if isinstance(value, Mapping):
-        return {printable(str(name)): bounded(item, depth + 1) for name, item in list(value.items())[:1000]}
+        return {printable(str(name)): shorten_value(item, depth + 1) for name, item in list(value.items())[:1000]}
     if isinstance(value, list):
-        return [bounded(item, depth + 1) for item in value[:MOST_ITEMS]]
+        return [shorten_value(item, depth + 1) for item in value[:MOST_ITEMS]]
     return value
 
 
@@ -214,7 +214,7 @@ def number_of(row: Mapping[str, object], name: str, default: float | None = None
     return float(value) if is_number(value) and math.isfinite(value) else default
 
 
-def _rewards(row: Mapping[str, object]) -> dict[str, float | None]:
+def _row_rewards(row: Mapping[str, object]) -> dict[str, float | None]:
     rewards = row.get("rewards")
     if not isinstance(rewards, dict):
         return {}

@@ -66,9 +66,9 @@ class Live:
         if self.num_streams >= MOST_STREAMS:
             raise RefusedRequestError(429, f"{MOST_STREAMS} pages are watching already: close some of them")
         self.num_streams += 1
-        return self._stream(run, cursor)
+        return self._stream_events(run, cursor)
 
-    async def _stream(self, run: str, cursor: str) -> AsyncIterator[str]:
+    async def _stream_events(self, run: str, cursor: str) -> AsyncIterator[str]:
         try:
             began = sent = time.monotonic()
             yield "retry: 2000\n\n"

@@ -12,7 +12,7 @@ from sfumato.errors import DataError
 from sfumato.studio.runs import RunReader, read_part, read_text
 from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.tracking.alerts import find_alerts
-from sfumato.tracking.headlines import headlines, reward_weights
+from sfumato.tracking.headlines import list_headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
 from sfumato.tracking.report_tables import count_failed_rewards
 from sfumato.tracking.reward_hacking import OPTIMISED, evaluation_only, signs_of_hacking
@@ -63,7 +63,7 @@ def describe_run(reader: RunReader) -> JSON:
         "task": printable(str(environment.get("task", ""))[:60]),
         "run_id": printable(str(environment.get("run_id", ""))[:60]),
         "date": printable(str(environment.get("date", ""))[:40]),
-        "figures": _figures(reader)[:3],
+        "figures": _headline_figures(reader)[:3],
     }
 
 
@@ -87,7 +87,7 @@ def describe_overview(reader: RunReader) -> JSON:
     return {
         **line,
         "last_line": hide_in_text(printable(last_lines[-1][:LONGEST_LINE])) if last_lines else "",
-        "figures": _figures(reader),
+        "figures": _headline_figures(reader),
         "signs": signs,
         "has_signs": any(name.startswith("diversity/") for name in metrics) or bool(evaluation_only(metrics)),
         "idle": idle_summary(metrics),
@@ -128,9 +128,9 @@ def list_alerts(reader: RunReader) -> list[JSON]:
     ]
 
 
-def _figures(reader: RunReader) -> list[JSON]:
+def _headline_figures(reader: RunReader) -> list[JSON]:
     """The headline figures of a run."""
-    figures = headlines(reader.metrics.series(), reward_weights(reader.config()))
+    figures = list_headlines(reader.metrics.series(), reward_weights(reader.config()))
     return [asdict(replace(figure, name=printable(figure.name))) for figure in figures]
 
 

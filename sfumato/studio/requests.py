@@ -95,6 +95,6 @@ def json_response(value: object) -> Response:
     return Response(strict_json(value), media_type="application/json")
 
 
-def refusal(status: int, text: str) -> Response:
+def refuse_request(status: int, text: str) -> Response:
     """An answer that says why a request was refused."""
     return Response(json.dumps({"error": text}), status, media_type="application/json")

@@ -139,7 +139,7 @@ class RunReader:
 
     def _parse(self, name: str, parse: Callable[[str], object]) -> object:
         """The content of a small file, read again when the file is another one; None where it cannot be read."""
-        stamp = _stamp(self.folder / name)
+        stamp = _file_stamp(self.folder / name)
         before = self._parsed.get(name)
         if before is not None and before[0] == stamp:
             return before[1]
@@ -200,8 +200,8 @@ class RunReader:
             max(self.metrics.last_step, self.timings.last_step),
             samples,
             self.state(self.environment()).state,
-            _size(self.folder / "log.txt"),
-            str(_size(self.folder / "control.jsonl")),
+            _file_bytes(self.folder / "log.txt"),
+            str(_file_bytes(self.folder / "control.jsonl")),
         )
 
 
@@ -261,7 +261,7 @@ class RunsFolder:
         folder = self._folders.get(name)
         if folder is None:
             return None
-        stamp = tuple(_stamp(folder / file) for file in (*MARKS, "config.yaml", "timings.jsonl"))
+        stamp = tuple(_file_stamp(folder / file) for file in (*MARKS, "config.yaml", "timings.jsonl"))
         before = self._described.get(name)
         is_alive = before is not None and before[1].get("state") in ("running", "standing still")
         if before is not None and before[0] == stamp and not is_alive:
@@ -280,7 +280,9 @@ class RunsFolder:
         """A text that is another one when the list of runs, or what it says of one, may have changed."""
         names = self.names()
         stamps = [
-            (name, [_stamp(self._folders[name] / file) for file in MARKS]) for name in names if name in self._folders
+            (name, [_file_stamp(self._folders[name] / file) for file in MARKS])
+            for name in names
+            if name in self._folders
         ]
         return hashlib.blake2b(repr(stamps).encode(), digest_size=8).hexdigest()
 
@@ -357,7 +359,7 @@ def read_part(folder: Path, name: str, first: int, most_bytes: int) -> bytes:
         raise DataError(f"{name} cannot be read: {error.strerror}") from error
 
 
-def _stamp(path: Path) -> tuple[int, int, int]:
+def _file_stamp(path: Path) -> tuple[int, int, int]:
     """What changes when a file does."""
     try:
         status = path.stat()
@@ -366,7 +368,7 @@ def _stamp(path: Path) -> tuple[int, int, int]:
     return (status.st_ino, status.st_size, status.st_mtime_ns)
 
 
-def _size(path: Path) -> int:
+def _file_bytes(path: Path) -> int:
     try:
         return path.stat().st_size
     except OSError:  # not written yet

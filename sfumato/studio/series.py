@@ -101,16 +101,16 @@ class MetricTable:
         for name, column in columns.items():
             values = column if all(is_counted) else tuple(itertools.compress(column, is_counted))
             if set(map(type, values)) == {float}:
-                self._extend(name, steps, values)
+                self._extend_series(name, steps, values)
                 continue
             numbers = {
                 step: math.nan if value is None else float(value)
                 for step, value in zip(steps, values, strict=True)
                 if value is None or is_number(value)
             }
-            self._extend(name, array("d", numbers), tuple(numbers.values()))
+            self._extend_series(name, array("d", numbers), tuple(numbers.values()))
 
-    def _extend(self, name: str, steps: array[float], values: Sequence[float]) -> None:
+    def _extend_series(self, name: str, steps: array[float], values: Sequence[float]) -> None:
         if not steps:
             return
         curve = self.curves.get(name)
@@ -171,7 +171,7 @@ def reduce_curve(curve: Curve, width: int, first: float = -math.inf, last: float
     in_range = np.flatnonzero((steps >= first) & (steps <= last))
     total = len(in_range)
     if total > 2 * width:
-        in_range = in_range[_extremes(steps[in_range], values[in_range], width)]
+        in_range = in_range[_extreme_indices(steps[in_range], values[in_range], width)]
     is_smoothed = len(values) > SMOOTH_FROM and bool(np.isfinite(values).all())
     return {
         "x": steps[in_range].tolist(),
@@ -181,7 +181,7 @@ def reduce_curve(curve: Curve, width: int, first: float = -math.inf, last: float
     }
 
 
-def _extremes(steps: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
+def _extreme_indices(steps: np.ndarray, values: np.ndarray, width: int) -> np.ndarray:
     """Indices of the lowest and the highest value of each of ``width`` columns, and of the first and the last point."""
     span = max(steps[-1] - steps[0], 1.0)
     columns = np.minimum((steps - steps[0]) / span * width, width - 1).astype(np.int64)

@@ -64,7 +64,7 @@ def serve(
     token = find_token()
     webhook = webhook_from_environment(lambda text: print(text, file=sys.stderr, flush=True))
     studio = Studio(folder.resolve())
-    listener = listen(host, port)
+    listener = listen_at(host, port)
     with listener:
         control = Control(studio.runs, has_control, trusts_code)
         app = build_app(studio, token, names if host in LOOPBACK else (*names, host), control.routes())
@@ -125,7 +125,7 @@ def find_token() -> str:
     return token
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen_at(host: str, port: int) -> socket.socket:
     """A socket that listens. Raises ConfigError when the address cannot be had."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -64,7 +64,7 @@ class Thumbnails:
             os.utime(cached)
             return content
         with _AT_ONCE:
-            content = shrink(path, width)
+            content = shrink_picture(path, width)
         self._keep(cached, content)
         return content
 
@@ -106,7 +106,7 @@ def cache_folder() -> Path:
         return Path(tempfile.mkdtemp(prefix="sfumato-thumbnails-"))
 
 
-def shrink(path: Path, width: int) -> bytes:
+def shrink_picture(path: Path, width: int) -> bytes:
     """A WebP copy of a picture, as ``Thumbnails.get`` returns it. Pictures of at most that size keep their pixels."""
     if problem := file_problem(path, MOST_BYTES):
         raise BrokenPictureError(f"{path.name} {problem}")

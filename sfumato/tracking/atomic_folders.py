@@ -63,7 +63,7 @@ def list_files(building: Path, paths: Iterable[Path]) -> Listing:
     listing: Listing = {}
     for path in sorted(paths):
         flush(path)
-        listing[str(path.relative_to(building))] = {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+        listing[str(path.relative_to(building))] = {"bytes": path.stat().st_size, "sha256": _hash_file(path)}
     return listing
 
 
@@ -160,7 +160,7 @@ def verify_checkpoint(folder: Path, rank: int = 0, num_ranks: int = 1) -> None:
             raise CheckpointError(f"{path} {'is missing' if problem == 'does not exist' else problem}")
         if path.stat().st_size != num_bytes:
             raise CheckpointError(f"{path} has {path.stat().st_size} bytes instead of {num_bytes}")
-        if _sha256(path) != sha256:
+        if _hash_file(path) != sha256:
             raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest")
 
 
@@ -249,7 +249,7 @@ def set_later_aside(root: Path, step: int) -> list[str]:
     return aside
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

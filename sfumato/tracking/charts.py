@@ -105,7 +105,7 @@ def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stret
     """
     work = [event for event in events if event.role != RUN]
     spans = step_windows(events)
-    windows = {step: span for step, span in spans.items() if any(_reaches(event, *span) for event in work)}
+    windows = {step: span for step, span in spans.items() if any(_overlaps(event, *span) for event in work)}
     if not windows:
         return None
     shown, left_out = _choose_processes({(event.role, event.rank) for event in work})
@@ -114,7 +114,7 @@ def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stret
         start = list(windows.values())[-count][0]
         rows: dict[Process, list[Event]] = {process: [] for process in shown}
         for event in sorted(work, key=lambda event: event.start):
-            if (event.role, event.rank) in rows and _reaches(event, start, end):
+            if (event.role, event.rank) in rows and _overlaps(event, start, end):
                 rows[event.role, event.rank].append(event)
         if sum(len(bars) for bars in rows.values()) <= MAX_BARS:
             break
@@ -123,7 +123,7 @@ def choose_stretch(events: Sequence[Event], max_steps: int = MAX_STEPS) -> Stret
     return Stretch(start, end, rows, ends, left_out)
 
 
-def _reaches(event: Event, start: float, end: float) -> bool:
+def _overlaps(event: Event, start: float, end: float) -> bool:
     """Whether an event overlaps a stretch of time."""
     return event.start < end and event.end > start
 
@@ -156,7 +156,7 @@ def draw_legend(figure: Figure, kinds: Iterable[str]) -> None:
     """Names the colours of these kinds below the figure."""
     from matplotlib.patches import Patch
 
-    patches = [Patch(color=_colour(kind), label=kind) for kind in kinds]
+    patches = [Patch(color=_colour_of_kind(kind), label=kind) for kind in kinds]
     font = {"size": 9}
     figure.legend(
         handles=patches, loc="outside lower center", ncols=8, frameon=False, labelcolor=stand_in("ink"), prop=font
@@ -234,7 +234,7 @@ def _draw_lane(axes: Axes, events: Sequence[Event], stretch: Stretch, top: float
         by_kind.setdefault(kind, []).append((start, end - start))
     for kind, spans in by_kind.items():
         boxes = [Path.unit_rectangle().transformed(Affine2D().scale(w, height).translate(x, top)) for x, w in spans]
-        style = {"facecolor": _colour(kind), "edgecolor": stand_in("card"), "linewidth": 0.5}
+        style = {"facecolor": _colour_of_kind(kind), "edgecolor": stand_in("card"), "linewidth": 0.5}
         axes.add_patch(PathPatch(Path.make_compound_path(*boxes), **style))  # one path: a file of half the size
     if height < 0.5:
         return
@@ -279,5 +279,5 @@ def _version_labels(bars: Sequence[Bar], width: float) -> list[tuple[float, int]
     return labels
 
 
-def _colour(kind: str) -> str:
+def _colour_of_kind(kind: str) -> str:
     return stand_in(kind if kind in KINDS else "other")

@@ -19,7 +19,7 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.bootstrap import paired_bootstrap
 from sfumato.tracking.folder import ENVIRONMENT, OWN_FOLDER, read_environment
-from sfumato.tracking.json_lines import SeriesView, finite, is_number, is_step, read_jsonl, series_of
+from sfumato.tracking.json_lines import SeriesView, finite_points, is_number, is_step, read_jsonl, series_of
 from sfumato.tracking.lock import read_owner
 from sfumato.tracking.samples import read_step, sample_steps
 
@@ -253,7 +253,9 @@ def read_run(
         state=_describe_state(folder, environment, last_step),
         run_id=str(environment.get("run_id") or folder.resolve()),
         config={key: HIDDEN if secret_problem(key.split("."), value) else value for key, value in config.items()},
-        environment={key: value for key, value in flatten(environment).items() if key not in _without(environment)},
+        environment={
+            key: value for key, value in flatten(environment).items() if key not in _names_not_compared(environment)
+        },
         metrics=metrics,
         eval_rows=eval_rows,
         problems=tuple(problems),
@@ -288,7 +290,7 @@ def differing_fields(configs: Sequence[Mapping[str, object]]) -> tuple[Differenc
 
 def summarise_metric(name: str, run: RunRecord) -> Result | None:
     """The first, last and best value of a metric; None where the run has none that is finite."""
-    points = list(finite(run.metrics.get(name, {})).items())
+    points = list(finite_points(run.metrics.get(name, {})).items())
     if not points:
         return None
     direction = direction_of(name, run.config)
@@ -445,7 +447,7 @@ def name_folders(folders: Sequence[Path]) -> list[str]:
     return [f"{path.name} ({number})" for number, path in enumerate(paths, start=1)]
 
 
-def _without(environment: Mapping[str, object]) -> set[str]:
+def _names_not_compared(environment: Mapping[str, object]) -> set[str]:
     """Names of entries that are not compared, flattened."""
     entries = {name: value for name, value in environment.items() if name in NOT_COMPARED}
     return set(flatten(entries))

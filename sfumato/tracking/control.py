@@ -119,7 +119,7 @@ class RunControl:
         """Answers all requests in the folder with a refusal."""
         assert self._folder is not None
         for request in self._folder.take_requests():
-            self._answer(request, step, "refused", request.problem or why)
+            self._answer_request(request, step, "refused", request.problem or why)
 
     def _wait(self, step: int) -> None:
         """One turn of a pause. Ranks meet in each, so that none waits for longer than it may."""
@@ -144,7 +144,7 @@ class RunControl:
         if watched is not None:
             self._take_watched(watched, step)
         for request in requests:
-            self._do(request, step)
+            self._fulfil_request(request, step)
             has_drawn |= request.command in ("sample", "evaluate")
         if self.watched and not has_drawn and self.run.sampled_step == step:
             self._draw_watched(step)
@@ -153,18 +153,20 @@ class RunControl:
         """Takes other watched prompts."""
         request = ControlRequest("watched_prompts", "watched_prompts")
         if watched.problem:
-            self._answer(request, step, "refused", f"{watched.problem}; the prompts of before stay")
+            self._answer_request(request, step, "refused", f"{watched.problem}; the prompts of before stay")
         elif self.actions.watch is None and watched.prompts:
-            self._answer(request, step, "refused", "this task draws no samples of prompts that are not in its data")
+            self._answer_request(
+                request, step, "refused", "this task draws no samples of prompts that are not in its data"
+            )
         else:
             self.watched = watched.prompts
-            self._answer(request, step, "done", f"{len(self.watched)} prompts are watched")
+            self._answer_request(request, step, "done", f"{len(self.watched)} prompts are watched")
 
-    def _do(self, request: ControlRequest, step: int) -> None:
+    def _fulfil_request(self, request: ControlRequest, step: int) -> None:
         """Does what one request asks for, and answers it."""
         refusal = request.problem or self._refusal_of(request.command, step)
         if refusal:
-            self._answer(request, step, "refused", refusal)
+            self._answer_request(request, step, "refused", refusal)
             return
         metrics: Mapping[str, float] | None = None
         text = ""
@@ -189,9 +191,9 @@ class RunControl:
             # ranks that failed apart would now do different things; a save fails on all of them or on none
             if self.run.mesh.size > 1 and request.command not in ("save", "stop"):
                 raise
-            self._answer(request, step, "failed", str(error))
+            self._answer_request(request, step, "failed", str(error))
             return
-        self._answer(request, step, "done", text, metrics)
+        self._answer_request(request, step, "done", text, metrics)
         if request.command == "stop" and step < self.run.total_steps:
             raise PreemptedError(f"stopped by request after step {step}; the state is saved")
 
@@ -228,11 +230,11 @@ class RunControl:
                 prompts = self.watched
                 self.watched = []
                 request = ControlRequest("watched_prompts", "watched_prompts")
-                self._answer(request, step, "refused", f"{error}; {len(prompts)} prompts are watched no more")
+                self._answer_request(request, step, "refused", f"{error}; {len(prompts)} prompts are watched no more")
                 return
             self.run.add_samples(step, records)
 
-    def _answer(
+    def _answer_request(
         self, request: ControlRequest, step: int, result: str, text: str, metrics: Mapping[str, float] | None = None
     ) -> None:
         """Appends a line to ``control.jsonl``, and says it."""

@@ -78,11 +78,11 @@ class ControlFolder:
                 return False
         except OSError:
             return False
-        return bool(self._names()) or self._state_of_watched() != self._watched_state
+        return bool(self._request_names()) or self._state_of_watched() != self._watched_state
 
     def take_requests(self) -> list[ControlRequest]:
         """The requests in the order in which they came, whose files are removed."""
-        return [request for name in self._names()[:MOST_REQUESTS] if (request := self._take(name)) is not None]
+        return [request for name in self._request_names()[:MOST_REQUESTS] if (request := self._take(name)) is not None]
 
     def read_watched(self) -> Watched | None:
         """The watched prompts where their file has changed since the last call; None where it has not."""
@@ -104,7 +104,7 @@ class ControlFolder:
             return Watched([], f"{FOLDER}/{WATCHED} holds a prompt of more than {MOST_CHARACTERS} characters")
         return Watched(prompts)
 
-    def _names(self) -> list[str]:
+    def _request_names(self) -> list[str]:
         """Names of requests, in the order in which they came. Files under way (``NAME.tmp``) are none."""
         arrivals: list[tuple[int, str]] = []
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
@@ -148,7 +148,7 @@ class ControlFolder:
             FileNotFoundError: it is not there.
             ValueError: it is no plain file, too large, not readable or not UTF-8; the message goes on after its name.
         """
-        with self._opened(name) as descriptor:
+        with self._open_request(name) as descriptor:
             state = os.fstat(descriptor)
             if not stat.S_ISREG(state.st_mode):
                 raise ValueError("is no plain file")
@@ -161,7 +161,7 @@ class ControlFolder:
             raise ValueError("is not UTF-8") from error
 
     @contextlib.contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
+    def _open_request(self, name: str) -> Iterator[int]:
         """A descriptor of a file; of a link none."""
         try:
             folder = os.open(self.path, _OPEN | os.O_DIRECTORY)

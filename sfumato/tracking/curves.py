@@ -40,20 +40,20 @@ def curve_svg(name: str, values: dict[int, float], beside: dict[int, float] | No
         values: by step.
         beside: another curve, dashed, with an axis of its own that is not labelled.
     """
-    steps, ys = _points(values)
-    axes = _Axes(_limits(steps), _limits(ys))
+    steps, ys = _drawable_points(values)
+    axes = _Axes(_axis_limits(steps), _axis_limits(ys))
     drawn = []
     if beside:
-        other_steps, other_ys = _points(beside)
-        places = axes.to_page(other_steps, other_ys, _limits(other_ys))
-        drawn.append(_line(places, "muted", 1.0, "stroke-dasharray:4 3"))
+        other_steps, other_ys = _drawable_points(beside)
+        places = axes.to_page(other_steps, other_ys, _axis_limits(other_ys))
+        drawn.append(_draw_line(places, "muted", 1.0, "stroke-dasharray:4 3"))
     if _is_smoothed(name, ys):
-        drawn.append(_line(axes.to_page(steps, ys), "faint", 1.0))
-        drawn.append(_line(axes.to_page(steps, smooth(ys)), "accent", 1.9))
+        drawn.append(_draw_line(axes.to_page(steps, ys), "faint", 1.0))
+        drawn.append(_draw_line(axes.to_page(steps, smooth_values(ys)), "accent", 1.9))
     else:
-        drawn.append(_line(axes.to_page(steps, ys), "accent", 1.7))
+        drawn.append(_draw_line(axes.to_page(steps, ys), "accent", 1.7))
         if len(ys) <= SMOOTH_FROM:
-            drawn += [_dot(x, y) for x, y in axes.to_page(steps, ys) if math.isfinite(y)]
+            drawn += [_draw_dot(x, y) for x, y in axes.to_page(steps, ys) if math.isfinite(y)]
     return axes.svg(name, drawn)
 
 
@@ -64,19 +64,19 @@ def overlaid_curves_svg(name: str, curves: Sequence[dict[int, float]]) -> str:
         name: of the metric.
         curves: values by step, one for each run; an empty one is not drawn.
     """
-    points = [_points(values) for values in curves]
+    points = [_drawable_points(values) for values in curves]
     steps, ys = (np.concatenate(column) for column in zip(*points, strict=True))
-    axes = _Axes(_limits(steps), _limits(ys))
+    axes = _Axes(_axis_limits(steps), _axis_limits(ys))
     drawn = []
     for number, (run_steps, run_ys) in enumerate(points):
         if not len(run_steps):
             continue
         colour, dash = line_style(number)
-        shown = smooth(run_ys) if _is_smoothed(name, run_ys) else run_ys
+        shown = smooth_values(run_ys) if _is_smoothed(name, run_ys) else run_ys
         places = axes.to_page(run_steps, shown)
-        drawn.append(_line(places, colour, 1.7, dash))
+        drawn.append(_draw_line(places, colour, 1.7, dash))
         if len(run_ys) <= SMOOTH_FROM:
-            drawn += [_dot(x, y, colour) for x, y in places if math.isfinite(y)]
+            drawn += [_draw_dot(x, y, colour) for x, y in places if math.isfinite(y)]
     return axes.svg(name, drawn)
 
 
@@ -119,9 +119,12 @@ class _Axes:
         left = self._left
         x_places = self.to_page(np.array(self._x_ticks), np.full(len(self._x_ticks), self.y_limits[0]))[:, 0]
         y_places = self.to_page(np.full(len(self._y_ticks), self.x_limits[0]), np.array(self._y_ticks))[:, 1]
-        rules = [_rule(x, TOP, x, HEIGHT - BOTTOM) for x in x_places]
-        rules += [_rule(left, y, WIDTH - RIGHT, y) for y in y_places]
-        rules += [_rule(left, TOP, left, HEIGHT - BOTTOM), _rule(left, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM)]
+        rules = [_draw_rule(x, TOP, x, HEIGHT - BOTTOM) for x in x_places]
+        rules += [_draw_rule(left, y, WIDTH - RIGHT, y) for y in y_places]
+        rules += [
+            _draw_rule(left, TOP, left, HEIGHT - BOTTOM),
+            _draw_rule(left, HEIGHT - BOTTOM, WIDTH - RIGHT, HEIGHT - BOTTOM),
+        ]
         labels = [
             f'<text x="{x:.1f}" y="{HEIGHT - BOTTOM + 13}" text-anchor="middle">{label}</text>'
             for x, label in zip(x_places, format_ticks(self._x_ticks), strict=True)
@@ -142,14 +145,14 @@ class _Axes:
         )
 
 
-def _points(values: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
+def _drawable_points(values: dict[int, float]) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values float64 ``[n]``, those that are too large for the axes as NaN."""
     ys = np.array(list(values.values()), dtype=float)
     ys[np.abs(ys) > LARGEST_DRAWN] = np.nan
     return np.array(list(values), dtype=float), ys
 
 
-def _limits(values: np.ndarray) -> Limits:
+def _axis_limits(values: np.ndarray) -> Limits:
     """The ends of an axis: those of the values and a twentieth more; of equal values, a range around them."""
     finite = values[np.isfinite(values)]
     if not len(finite):
@@ -179,12 +182,12 @@ def format_ticks(ticks: Sequence[float]) -> list[str]:
     if largest and not 1e-3 <= largest < 1e5 and spacing > 1e-6 * largest:
         exponent = math.floor(math.log10(largest))
         scaled = [tick / 10.0**exponent for tick in ticks]
-        digits = _digits(scaled, spacing / 10.0**exponent)
+        digits = _count_digits(scaled, spacing / 10.0**exponent)
         return [f"{tick:.{digits}f}e{exponent}" if tick else "0" for tick in scaled]
-    return [f"{tick:.{_digits(ticks, spacing)}f}" for tick in ticks]
+    return [f"{tick:.{_count_digits(ticks, spacing)}f}" for tick in ticks]
 
 
-def _digits(ticks: Sequence[float], spacing: float) -> int:
+def _count_digits(ticks: Sequence[float], spacing: float) -> int:
     """The fewest digits behind the point that say each tick to a thousandth of the distance between two."""
     for digits in range(16):
         if all(abs(round(tick, digits) - tick) <= 1e-3 * spacing for tick in ticks):
@@ -192,7 +195,7 @@ def _digits(ticks: Sequence[float], spacing: float) -> int:
     return 16
 
 
-def _line(places: np.ndarray, colour: str, width: float, style: str = "") -> str:
+def _draw_line(places: np.ndarray, colour: str, width: float, style: str = "") -> str:
     """A line through ``[n, 2]``, interrupted where a value is missing."""
     finite = np.isfinite(places).all(axis=-1)
     pieces = np.split(places, np.flatnonzero(~finite))
@@ -200,14 +203,14 @@ def _line(places: np.ndarray, colour: str, width: float, style: str = "") -> str
     for piece in pieces:
         piece = piece[np.isfinite(piece).all(axis=-1)]
         if len(piece) > 1:
-            paths.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thinned(piece)))
+            paths.append("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in _thin_line(piece)))
     return (
         f'<path d="{"".join(paths)}" style="fill:none;stroke: var(--{colour});stroke-width:{width};'
         f'stroke-linejoin:round;{style}"/>'
     )
 
 
-def _thinned(piece: np.ndarray) -> np.ndarray:
+def _thin_line(piece: np.ndarray) -> np.ndarray:
     """Of a long line, the lowest and the highest point of each column: it looks the same."""
     if len(piece) <= 2 * MAX_COLUMNS:
         return piece
@@ -217,11 +220,11 @@ def _thinned(piece: np.ndarray) -> np.ndarray:
     return piece[sorted(chosen)]
 
 
-def _dot(x: float, y: float, colour: str = "accent") -> str:
+def _draw_dot(x: float, y: float, colour: str = "accent") -> str:
     return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="1.8" style="fill:var(--{colour})"/>'
 
 
-def _rule(x1: float, y1: float, x2: float, y2: float) -> str:
+def _draw_rule(x1: float, y1: float, x2: float, y2: float) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" style="stroke:var(--line);stroke-width:0.8"/>'
     )
@@ -238,7 +241,7 @@ def unit_of(name: str) -> str:
     return "seconds" if last.endswith("_s") else last[:28]
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
+def smooth_values(values: np.ndarray) -> np.ndarray:
     """Centred moving mean ``[n]`` over about a fifteenth of the points; near the ends, over fewer points."""
     half = max(2, len(values) // 30)
     window = np.ones(2 * half + 1)
@@ -246,7 +249,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
 
 
 def smooth_at(values: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    """``smooth(values)[indices]`` but for rounding, at the cost of these points alone.
+    """``smooth_values(values)[indices]`` but for rounding, at the cost of these points alone.
 
     Args:
         values: finite floats [n], at least one.

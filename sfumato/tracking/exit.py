@@ -155,7 +155,7 @@ class Listener:
         return self.run.stop_requested
 
 
-def listen(run: Stoppable) -> None:
+def install_signal_handlers(run: Stoppable) -> None:
     """Installs the handler of a run's signals: SIGTERM, SIGINT, and SIGHUP of a lost terminal, unless under nohup.
 
     Raises:

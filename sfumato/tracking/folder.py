@@ -30,7 +30,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.config.writing import write_atomically
 from sfumato.config.yaml_text import config_text, read_yaml
 from sfumato.errors import ConfigError, FolderError
-from sfumato.parallel.finite import listed
+from sfumato.parallel.finite import list_first
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.atomic_folders import (
     MANIFEST,
@@ -247,7 +247,7 @@ class StartPlan:
         if self.standing is not None and self.standing.finished and from_step >= total_steps and self.differences:
             raise FolderError(
                 f"{self.path} holds a finished run ({self.standing.step} steps), so that nothing is left to do, but "
-                f"this configuration differs in {listed(self.differences)}: give it a folder of its own, "
+                f"this configuration differs in {list_first(self.differences)}: give it a folder of its own, "
                 f"--train.output_dir {self._other_name()}{self._describe_fork(self.standing)}"
             )
         if self.names_checkpoint and not self._is_own_checkpoint and from_step >= total_steps:
@@ -302,7 +302,7 @@ class StartPlan:
             )
         start_anew = f"--train.load_checkpoint_path new moves it to {self._kept_name()} and starts from the first step"
         elsewhere = f"--train.output_dir {self._other_name()} gives this one a folder of its own"
-        differences = f" This one differs in {listed(self.differences)}." if self.differences else ""
+        differences = f" This one differs in {list_first(self.differences)}." if self.differences else ""
         if standing.finished:
             raise FolderError(
                 f"{self.path} holds {self._describe_standing(standing)}, which stays.{differences} {elsewhere} and "
@@ -337,10 +337,10 @@ class StartPlan:
         if runs := sorted(str(folder.relative_to(root)) for folder in inner if (folder / "config.yaml").is_file()):
             raise FolderError(
                 f"{self.path} holds an earlier run, which would be moved aside, and in folders of their own other runs "
-                f"({listed(runs)}), which would be moved with it: give this run a folder of its own, "
+                f"({list_first(runs)}), which would be moved with it: give this run a folder of its own, "
                 f"--train.output_dir {self._other_name()}"
             )
-        for name, path in self._paths():
+        for name, path in self._configured_paths():
             if name != "data.cache_dir" and path.resolve().is_relative_to(root):
                 raise FolderError(
                     f"{name} {path} lies in {self.path}, where an earlier run stands that would be moved aside: give "
@@ -352,7 +352,7 @@ class StartPlan:
                 "be moved aside: give another train.output_dir"
             )
 
-    def _paths(self) -> Iterator[tuple[str, Path]]:
+    def _configured_paths(self) -> Iterator[tuple[str, Path]]:
         """Existing files and folders that the configuration names, with the names of the fields."""
         for name, value in flatten(self._config.model_dump(mode="json")).items():
             if name == "train.output_dir":
@@ -431,7 +431,7 @@ class RunFolder(StartPlan):
             for line in describe_moved_names(flatten(self._config.model_dump(mode="json"))):
                 self._say(line)
         date = run_date(self._config.train).isoformat()  # type: ignore[attr-defined]
-        environment_file = {**environment, **self._identity(from_step), "total_steps": total_steps, DATE: date}
+        environment_file = {**environment, **self._identity_entries(from_step), "total_steps": total_steps, DATE: date}
         write_atomically(self.path / "config.yaml", config_text(self._config).encode())
         write_json(self.path / ENVIRONMENT, environment_file)
 
@@ -461,7 +461,7 @@ class RunFolder(StartPlan):
         for line in finished_lines(self.path, task, total_steps, self._other_name()):
             self._say(line)
 
-    def _identity(self, from_step: int) -> dict[str, object]:
+    def _identity_entries(self, from_step: int) -> dict[str, object]:
         """The entries of ``environment.json`` that identify the run: its id, and the run that it was forked from.
 
         A resumed run keeps both.
@@ -485,7 +485,11 @@ class RunFolder(StartPlan):
         root = self.path.resolve()
         moved_folder = self._kept_name()
         caches = {Path(cache) for cache in CACHES}
-        caches |= {path.resolve().relative_to(root) for _, path in self._paths() if path.resolve().is_relative_to(root)}
+        caches |= {
+            path.resolve().relative_to(root)
+            for _, path in self._configured_paths()
+            if path.resolve().is_relative_to(root)
+        }
         self.lock.move_folder(root.with_name(moved_folder.name))
         for cache in caches:
             if (moved_folder / cache).exists():
@@ -504,7 +508,7 @@ def check_same_settings(config: Section, mesh: Mesh) -> None:
     """
     settings = flatten(config.model_dump(mode="json"))
     places = (f"on rank {mesh.rank}, {platform.node()}", "on rank 0")
-    problem = listed(list_differences(settings, mesh.first(settings, among="world"), places))
+    problem = list_first(list_differences(settings, mesh.first(settings, among="world"), places))
     if problems := [text for text in mesh.gather(problem, over="world") if text]:
         raise ConfigError(
             f"the processes of this run have different settings: {problems[0]}. Start it with the same configuration "

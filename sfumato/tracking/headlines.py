@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sfumato.tracking.json_lines import SeriesView, finite, is_number
+from sfumato.tracking.json_lines import SeriesView, finite_points, is_number
 
 HEADLINES = ("eval/reward/", "eval/exact_match", "eval/accuracy")
 NO_HEADLINES = ("eval/reward/std", "eval/reward/failed")
@@ -40,7 +40,7 @@ class Headline:
         return self.first[0] == self.last[0]
 
 
-def headlines(metrics: SeriesView, weights: Mapping[str, float]) -> list[Headline]:
+def list_headlines(metrics: SeriesView, weights: Mapping[str, float]) -> list[Headline]:
     """The headline figures of a run.
 
     Args:
@@ -51,10 +51,10 @@ def headlines(metrics: SeriesView, weights: Mapping[str, float]) -> list[Headlin
     for name in metrics:
         if not name.startswith(HEADLINES) or name in NO_HEADLINES:
             continue
-        values = list(finite(metrics[name]).items())
+        values = list(finite_points(metrics[name]).items())
         if not values:
             continue
-        direction = _direction(name, weights)
+        direction = _direction_of_metric(name, weights)
         best = (min if direction < 0 else max)(values, key=lambda item: item[1])
         gain = direction * (values[-1][1] - values[0][1])
         change = "better" if gain > 0 else "worse" if gain < 0 else "unknown"
@@ -77,7 +77,7 @@ def reward_weights(config: Any) -> dict[str, float]:
     return weights
 
 
-def _direction(name: str, weights: Mapping[str, float]) -> float:
+def _direction_of_metric(name: str, weights: Mapping[str, float]) -> float:
     """Positive for a metric of which more is better, negative where less is, 0 where the configuration does not say."""
     reward = name.removeprefix("eval/reward/")
     return 1.0 if reward in (name, "total") else weights.get(reward, 0.0)

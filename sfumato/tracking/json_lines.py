@@ -164,7 +164,7 @@ def is_number(value: object) -> TypeGuard[int | float]:
     return isinstance(value, float) or abs(value) < 2**1000
 
 
-def finite(points: Mapping[int, float | None]) -> dict[int, float]:
+def finite_points(points: Mapping[int, float | None]) -> dict[int, float]:
     """The points of a series that have a value: those that were finite."""
     return {step: value for step, value in points.items() if value is not None}
 
@@ -172,7 +172,7 @@ def finite(points: Mapping[int, float | None]) -> dict[int, float]:
 def strict_json(value: object) -> str:
     """JSON text with sorted keys and no NaN or Infinity tokens: non-finite floats become null, and halves of surrogate
     pairs, which UTF-8 does not have, U+FFFD."""
-    return whole_characters(_STRICT.encode(_plain(value)))
+    return whole_characters(_STRICT.encode(_to_plain_numbers(value)))
 
 
 def has_run_file(path: Path, most_bytes: int | None = None) -> bool:
@@ -207,7 +207,7 @@ def _parse_lines(path: Path) -> list[tuple[bytes, JsonObject]]:
 _STRICT = json.JSONEncoder(sort_keys=True, allow_nan=False, ensure_ascii=False)
 
 
-def _plain(value: Any) -> object:
+def _to_plain_numbers(value: Any) -> object:
     """Numbers of numpy and torch as Python numbers, at any depth; non-finite floats as None."""
     kind = type(value)
     if kind is float:
@@ -215,9 +215,9 @@ def _plain(value: Any) -> object:
     if kind is str or kind is int:
         return value
     if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _to_plain_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [_to_plain_numbers(item) for item in value]
     if not isinstance(value, (bool, int, float)) and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, float):

@@ -69,7 +69,7 @@ class Owner:
     @property
     def is_alive(self) -> bool:
         """Whether the process runs; only meaningful where it is visible. A zombie counts as dead."""
-        return process_birth(self.pid) == self.born if self.born else _exists(self.pid)
+        return process_birth(self.pid) == self.born if self.born else _is_running(self.pid)
 
     @property
     def is_self(self) -> bool:
@@ -143,7 +143,7 @@ class FolderLock:
         _put_back(new_path / NAME, self._dead_state)
         self._dead_state = None
         folder.mkdir(exist_ok=True)
-        if not _link(self.folder / NAME, self.owner):
+        if not _make_lock(self.folder / NAME, self.owner):
             self.abandon()
             raise FolderError(
                 f"another run took {self.folder} while the earlier one was moved to {new_path}: start again"
@@ -169,10 +169,10 @@ class FolderLock:
     def _begin_to_beat(self) -> None:
         """Starts the thread that renews the lock."""
         self._released = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name=NAME, daemon=True)
+        self._thread = threading.Thread(target=self._renew_while_held, name=NAME, daemon=True)
         self._thread.start()
 
-    def _beat(self) -> None:
+    def _renew_while_held(self) -> None:
         """Renews the time of the lock until it is released, while it is this process's."""
         released = self._released
         while not released.wait(HEARTBEAT_S):
@@ -215,7 +215,7 @@ def lock_folder(folder: Path, say: Callable[[str], None]) -> FolderLock:
     path = folder / NAME
     dead_state = None
     try:
-        while not _link(path, owner):
+        while not _make_lock(path, owner):
             dead_state = _take_over(path, owner, say)
             if (state := read_lock(path)) is not None and state[0] == owner:
                 break
@@ -237,7 +237,7 @@ def refuse_held(folder: Path) -> None:
     """Raises FolderError where a run seems to hold a folder. Takes nothing, and waits for no sign of life."""
     owner, renewed = read_lock(folder / NAME) or (None, 0.0)
     if owner is not None and (owner.is_alive if owner.is_visible else time.time() - renewed <= STALE_S):
-        raise _refusal(folder, owner)
+        raise _held_error(folder, owner)
 
 
 def release_locks() -> None:
@@ -311,10 +311,10 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
             return state, ""  # a run of this process that ended with an error
         if holder is not None and holder.is_visible:
             if holder.is_alive:
-                raise _refusal(path.parent, holder)
+                raise _held_error(path.parent, holder)
             return state, f"{path}: its run ({holder}) is gone without having released it; it is taken over"
         if first is not None and renewed != first:
-            raise _refusal(path.parent, holder)
+            raise _held_error(path.parent, holder)
         # A file system's clock that was set back leaves a lock of the future, whose silence is measured from here on.
         silent_s = max(_now_of(path.parent) - renewed, time.monotonic() - began)
         if silent_s > STALE_S:
@@ -330,7 +330,7 @@ def _wait_for_death(path: Path, say: Callable[[str], None]) -> tuple[Seen | None
     return None, ""
 
 
-def _refusal(folder: Path, holder: Owner | None) -> FolderError:
+def _held_error(folder: Path, holder: Owner | None) -> FolderError:
     return FolderError(
         f"{folder} is in use by another run ({holder or 'another process'}): wait for it to end or stop it, or give "
         f"another train.output_dir. If this is a copy of that run's folder, remove {NAME} from it"
@@ -381,7 +381,7 @@ def _not_a_lock(path: Path) -> FolderError:
     return FolderError(f"{path} {kind}, which no run has made: remove it")
 
 
-def _link(path: Path, owner: Owner) -> bool:
+def _make_lock(path: Path, owner: Owner) -> bool:
     """Makes the lock if there is none. Returns whether it was made."""
     own_file = _write_beside(path, owner)
     try:
@@ -464,7 +464,7 @@ def process_birth(pid: int) -> str:
     return "" if fields[0] in ("Z", "X") else fields[19]  # zombie, dead; starttime is field 22 of proc_pid_stat(5)
 
 
-def _exists(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     """Whether a process of this id runs, of whatever user."""
     try:
         os.kill(pid, 0)

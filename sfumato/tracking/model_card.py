@@ -13,7 +13,7 @@ from sfumato.config.paths import ADAPTER_FILES, HUB_NAME
 from sfumato.config.writing import replace_file, write_atomically
 from sfumato.config.yaml_text import read_yaml
 from sfumato.tracking.atomic_folders import read_mapping
-from sfumato.tracking.json_lines import Series, finite, read_jsonl, series_of
+from sfumato.tracking.json_lines import Series, finite_points, read_jsonl, series_of
 
 CARD = "README.md"
 CURVES = "curves.png"
@@ -45,9 +45,9 @@ def write_card(run: Path, export: Path, with_curves: bool = True) -> None:
     if with_curves and draw_curves(metrics, export / CURVES):
         parts.append(f"## Curves\n\n![Metrics over steps]({CURVES})")
     if data := config.get("data"):
-        parts.append(f"## Data\n\n```yaml\n{_yaml(data)}\n```")
+        parts.append(f"## Data\n\n```yaml\n{_render_yaml(data)}\n```")
     rest = {name: value for name, value in config.items() if name not in ("data", "runtime")}
-    parts.append(f"## Recipe\n\n```yaml\n{_yaml(rest)}\n```")
+    parts.append(f"## Recipe\n\n```yaml\n{_render_yaml(rest)}\n```")
     packages = environment.get("packages")
     if isinstance(packages, dict):
         versions = ", ".join(f"{name} {version}" for name, version in packages.items() if version != "not installed")
@@ -93,7 +93,7 @@ def _front_matter_of(card: Path) -> dict[str, object]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _yaml(value: object) -> str:
+def _render_yaml(value: object) -> str:
     """A part of the configuration, without paths of the machine that it ran on."""
     return yaml.safe_dump(_without_folders(value), sort_keys=False, allow_unicode=True).rstrip()
 
@@ -111,7 +111,7 @@ def _before_and_after(metrics: Series) -> str:
     """The first and the last value of each evaluation's metric, as a table; empty without evaluations."""
     rows = []
     for name, points in metrics.items():
-        values = list(finite(points).items())
+        values = list(finite_points(points).items())
         if name.startswith("eval/") and len(values) > 1:
             (first_step, first), (last_step, last) = values[0], values[-1]
             rows.append(f"| `{name.removeprefix('eval/')}` | {first:.4g} | {last:.4g} | {first_step} to {last_step} |")
@@ -122,9 +122,9 @@ def _before_and_after(metrics: Series) -> str:
 def draw_curves(metrics: Series, path: Path) -> bool:
     """Draws evaluations, rewards and losses over steps; returns whether there was one with two points."""
     shown = [
-        (name, finite(points))
+        (name, finite_points(points))
         for name, points in metrics.items()
-        if re.match(r"eval/|reward(/|$)|loss$", name) and len(finite(points)) > 1
+        if re.match(r"eval/|reward(/|$)|loss$", name) and len(finite_points(points)) > 1
     ][:MOST_CURVES]
     if not shown:
         return False

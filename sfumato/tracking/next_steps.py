@@ -23,7 +23,7 @@ def rerun_command(**overrides: object) -> str:
         return ""
     task, config, *arguments = sys.argv
     names = {name.replace("__", "."): value for name, value in overrides.items()}
-    words = [*launch_words(), _shorten(task), config, *_without(arguments, names)]
+    words = [*launch_words(), _shorten(task), config, *_drop_overrides(arguments, names)]
     for name, value in names.items():
         if value is not None:
             words += [f"--{name}", str(value)]
@@ -90,7 +90,7 @@ def _shorten(path: str) -> str:
     return str(absolute.relative_to(Path.cwd())) if absolute.is_relative_to(Path.cwd()) else path
 
 
-def _without(arguments: list[str], names: Mapping[str, object]) -> list[str]:
+def _drop_overrides(arguments: list[str], names: Mapping[str, object]) -> list[str]:
     """Overrides of a command line, ``--a.b VALUE`` or ``--a.b=VALUE``, but for those of some fields."""
     rest = list(arguments)
     words = []

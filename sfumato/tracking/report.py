@@ -13,14 +13,14 @@ from sfumato.config.writing import write_atomically
 from sfumato.config.yaml_text import parse_yaml
 from sfumato.errors import ConfigError, DataError
 from sfumato.tracking.charts import choose_stretch, timeline_svg
-from sfumato.tracking.headlines import headlines, reward_weights
+from sfumato.tracking.headlines import list_headlines, reward_weights
 from sfumato.tracking.idle import idle_summary
-from sfumato.tracking.json_lines import Series, finite, has_run_file, is_step, read_jsonl, series_of
+from sfumato.tracking.json_lines import Series, finite_points, has_run_file, is_step, read_jsonl, series_of
 from sfumato.tracking.page import render_page
-from sfumato.tracking.report_answers import answers
-from sfumato.tracking.report_curves import SEARCH, curve_sections, figure
+from sfumato.tracking.report_answers import render_answers
+from sfumato.tracking.report_curves import SEARCH, curve_sections, render_figure
 from sfumato.tracking.report_samples import evaluation_grid, training_samples
-from sfumato.tracking.report_tables import failed_rewards, last_values, section, time_per_phase
+from sfumato.tracking.report_tables import failed_rewards, last_values, render_section, time_per_phase
 from sfumato.tracking.reward_hacking import OPTIMISED, VELOCITY, evaluation_only, relative_to_first, signs_of_hacking
 from sfumato.tracking.samples import read_samples
 from sfumato.tracking.timeline import read_events
@@ -60,16 +60,16 @@ def write_report(output_dir: Path, ending: str = "") -> Path:
         {name: points for name, points in series.items() if not re.search(f"{_SIGNS}|{_ROLES}", name)}
     )
     parts = [
-        _header(output_dir, metrics, samples, config, ending),
-        _headline(metrics, reward_weights(_parse_config(config))),
+        _render_header(output_dir, metrics, samples, config, ending),
+        _render_headlines(metrics, reward_weights(_parse_config(config))),
         failed_rewards(_read_text(output_dir, "log.txt")),
-        _idle(metrics),
-        _signs(metrics),
+        _render_idle(metrics),
+        _render_signs(metrics),
         evaluation_grid(output_dir, samples),
         curves,
-        _roles(output_dir, series),
+        _render_roles(output_dir, series),
         training_samples(output_dir, samples),
-        answers(samples, output_dir),
+        render_answers(samples, output_dir),
         config and f"<details><summary>Configuration</summary><pre>{escape(config)}</pre></details>",
         last_values(metrics),
         time_per_phase(timings),
@@ -94,7 +94,7 @@ def _parse_config(config: str) -> Any:
         return None
 
 
-def _header(
+def _render_header(
     output_dir: Path, metrics: Series, samples: dict[int, list[dict[str, object]]], config: str, ending: str
 ) -> str:
     steps = [step for points in metrics.values() for step in points] + list(samples)
@@ -108,7 +108,9 @@ def _header(
         state = f"all {total} steps finished"
         kind = "done"
     bar = f'<progress max="{total}" value="{last}">{last} of {total}</progress>' if total else ""
-    versions = "".join(f"<span><b>{escape(k)}</b> {escape(v)}</span>" for k, v in _environment(output_dir).items())
+    versions = "".join(
+        f"<span><b>{escape(k)}</b> {escape(v)}</span>" for k, v in _environment_facts(output_dir).items()
+    )
     ended = f'<p class="state ended">{escape(ending)}</p>' if ending and kind == "open" else ""
     written = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M %Z")
     return (
@@ -127,7 +129,7 @@ def _planned_steps(config: str) -> int | None:
     return steps if is_step(steps) and steps > 0 else None
 
 
-def _environment(output_dir: Path) -> dict[str, str]:
+def _environment_facts(output_dir: Path) -> dict[str, str]:
     """The scalars of environment.json, at most ``MOST_FACTS``, by their last key where no other has the same."""
     try:
         pending = [("", json.loads(_read_text(output_dir, "environment.json")))]
@@ -145,10 +147,10 @@ def _environment(output_dir: Path) -> dict[str, str]:
     return facts
 
 
-def _headline(metrics: Series, weights: dict[str, float]) -> str:
+def _render_headlines(metrics: Series, weights: dict[str, float]) -> str:
     """Cards with the first, the last and the best value of each evaluation's metric."""
     cards = []
-    for headline in headlines(metrics, weights):
+    for headline in list_headlines(metrics, weights):
         (first_step, first), (last_step, last), (best_step, best) = headline.first, headline.last, headline.best
         if headline.is_single:
             numbers = f"<b>{first:.3f}</b>"
@@ -169,40 +171,49 @@ def _headline(metrics: Series, weights: dict[str, float]) -> str:
             f'<div class="card" data-metric="{name}"><p class="note">{name.removeprefix("eval/")}</p>'
             f'<p class="numbers">{numbers}</p><p class="note">{note}</p></div>'
         )
-    return section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>') if cards else ""
+    return (
+        render_section("Evaluation: before and after", "", f'<div class="cards">{"".join(cards)}</div>')
+        if cards
+        else ""
+    )
 
 
-def _idle(metrics: Series) -> str:
+def _render_idle(metrics: Series) -> str:
     """Whether most iterations learned nothing."""
     text = idle_summary(metrics)
-    return section("Nothing learned", "", f'<p class="warn">{escape(text)}</p>') if text else ""
+    return render_section("Nothing learned", "", f'<p class="warn">{escape(text)}</p>') if text else ""
 
 
-def _signs(metrics: Series) -> str:
+def _render_signs(metrics: Series) -> str:
     """Signs of reward hacking with their curves; empty where the run has not measured diversity."""
-    shown = {name: finite(points) for name, points in metrics.items() if re.search(_SIGNS, name)}
+    shown = {name: finite_points(points) for name, points in metrics.items() if re.search(_SIGNS, name)}
     if not any(name.startswith("diversity/") for name in shown):
         return ""
     figures = [
-        figure(name, finite(metrics[name]), f"<small>beside {OPTIMISED}</small>", finite(metrics.get(OPTIMISED, {})))
+        render_figure(
+            name,
+            finite_points(metrics[name]),
+            f"<small>beside {OPTIMISED}</small>",
+            finite_points(metrics.get(OPTIMISED, {})),
+        )
         for name in evaluation_only(metrics)
     ]
     for name, values in shown.items():
         note = ""
         if name == VELOCITY:
-            values = finite(relative_to_first(values))
+            values = finite_points(relative_to_first(values))
             note = "<small>relative to the first</small>"
-        figures.append(figure(name, values, note) if values else "")
+        figures.append(render_figure(name, values, note) if values else "")
     signs = [f'<li data-sign="{escape(sign.metric)}">{escape(sign.text)}</li>' for sign in signs_of_hacking(metrics)]
     text = f'<ul class="warn">{"".join(signs)}</ul>' if signs else "<p>None found.</p>"
-    return section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
+    return render_section("Signs of reward hacking", "", f'{text}<div class="curves">{"".join(figures)}</div>')
 
 
-def _roles(output_dir: Path, series: Series) -> str:
+def _render_roles(output_dir: Path, series: Series) -> str:
     """The timeline of each process in the last steps, and curves of the roles' utilisation and samples' staleness."""
     stretch = choose_stretch(read_events(output_dir))
-    shown = {name: finite(points) for name, points in series.items() if re.search(_ROLES, name)}
-    figures = [figure(name, values, "") for name, values in shown.items() if values]
+    shown = {name: finite_points(points) for name, points in series.items() if re.search(_ROLES, name)}
+    figures = [render_figure(name, values, "") for name, values in shown.items() if values]
     picture = ""
     note = ""
     if stretch is not None:
@@ -210,4 +221,4 @@ def _roles(output_dir: Path, series: Series) -> str:
         hidden = "".join(f" · {shown} of {total} {role} rows" for role, (shown, total) in stretch.left_out.items())
         note = f"v3: samples of the policy after 3 iterations; no bar: idle{hidden}"
     curves = f'<div class="curves">{"".join(figures)}</div>' if figures else ""
-    return section("What each role did", note, picture + curves) if picture or curves else ""
+    return render_section("What each role did", note, picture + curves) if picture or curves else ""

@@ -9,7 +9,7 @@ from pathlib import Path
 from sfumato.config.characters import printable
 from sfumato.config.open_mappings import JsonObject
 from sfumato.tracking.progress import format_value
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.report_tables import render_section
 from sfumato.tracking.samples import embedded_picture
 
 MAX_ANSWERS = 8
@@ -26,7 +26,7 @@ MAX_SUMMARY = 140
 Row = JsonObject
 
 
-def answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:
+def render_answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:
     """Tables of the last evaluation and the last iteration whose samples have texts and rewards; else nothing.
 
     Args:
@@ -34,10 +34,10 @@ def answers(samples: Mapping[int, Sequence[Row]], output_dir: Path) -> str:
         output_dir: the run folder, where the images of prompts are.
     """
     kinds = (("eval", "evaluation"), ("train", "iteration"))
-    return "".join(_table(samples, kind, name, output_dir) for kind, name in kinds)
+    return "".join(_render_table(samples, kind, name, output_dir) for kind, name in kinds)
 
 
-def shortened(text: str, limit: int) -> str:
+def shorten_text(text: str, limit: int) -> str:
     """A text; of one longer than ``limit`` characters its beginning and end, and how many are left out between them."""
     if len(text) <= limit:
         return text
@@ -46,11 +46,11 @@ def shortened(text: str, limit: int) -> str:
 
 
 def in_html(text: str, limit: int = MAX_GRID_TEXT) -> str:
-    """A text as escaped HTML, ``shortened`` where it is long."""
-    return escape(printable(shortened(text, limit)))
+    """A text as escaped HTML, ``shorten_text`` where it is long."""
+    return escape(printable(shorten_text(text, limit)))
 
 
-def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
+def fold_text(text: str, limit: int = MAX_GRID_TEXT) -> str:
     """A text as ``in_html`` gives it; a long one is collapsed and opens on a click."""
     if not text:
         return '<span class="gap">empty</span>'
@@ -64,7 +64,7 @@ def folded(text: str, limit: int = MAX_GRID_TEXT) -> str:
     )
 
 
-def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_dir: Path) -> str:
+def _render_table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_dir: Path) -> str:
     """The table of the newest step whose samples of a kind are texts; empty where none has a reward."""
 
     def select_kind(rows: Sequence[Row]) -> list[Row]:
@@ -84,18 +84,18 @@ def _table(samples: Mapping[int, Sequence[Row]], kind: str, name: str, output_di
     columns = ("", "reward", "answer", "prompt")
     head = "".join(f'<th scope="col">{column}</th>' for column in columns)
     body = "".join(
-        f"<tr><td>{label}<br><small>sample {row.get('sample_id', 0)}</small></td><td>{_rewards(row)}</td>"
-        f"<td>{folded(row['text'], MAX_TEXT)}</td>"
-        f"<td>{_images(output_dir, step, row)}{folded(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
+        f"<tr><td>{label}<br><small>sample {row.get('sample_id', 0)}</small></td><td>{_render_rewards(row)}</td>"
+        f"<td>{fold_text(row['text'], MAX_TEXT)}</td>"
+        f"<td>{_render_images(output_dir, step, row)}{fold_text(str(row.get('prompt', '')), MAX_TEXT)}</td></tr>"
         for label, row in shown
     )
     failed = f" · {len(samples_of_kind) - len(scored)} without a reward" if len(scored) < len(samples_of_kind) else ""
     note = f"Step {step} · {len(shown)} of the {len(samples_of_kind)} samples that were kept, by their reward{failed}"
     table = f'<table class="answers" data-kind="{kind}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
-    return section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
+    return render_section(f"Best and worst answers of the last {name}", note, f'<div class="scroll">{table}</div>')
 
 
-def _images(output_dir: Path, step: int, row: Row) -> str:
+def _render_images(output_dir: Path, step: int, row: Row) -> str:
     """The images of the prompt in one picture; empty where it has none, or the picture cannot be shown."""
     shown = embedded_picture(output_dir, step, row["source"], MAX_PIXELS) if "source" in row else ""
     if isinstance(shown, str):
@@ -104,7 +104,7 @@ def _images(output_dir: Path, step: int, row: Row) -> str:
     return f'<img src="{uri}" width="{width}" height="{height}" alt="the images of the prompt">'
 
 
-def _rewards(row: Row) -> str:
+def _render_rewards(row: Row) -> str:
     """The total reward of a sample, its parts, and its advantage, a line each."""
     parts = [("reward", row["total"]), *(row.get("rewards") or {}).items()]
     if row.get("advantage") is not None:

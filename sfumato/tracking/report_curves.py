@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from sfumato.tracking.curves import curve_svg, line_style, overlaid_curves_svg
-from sfumato.tracking.json_lines import SeriesView, finite
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.json_lines import SeriesView, finite_points
+from sfumato.tracking.report_tables import render_section
 
 # The first pattern that is found in a metric's name decides; the order of the sections on the page is SECTIONS.
 _GROUPS = (
@@ -46,14 +46,14 @@ field.addEventListener("input", () => {
 
 def curve_sections(series: SeriesView) -> tuple[str, bool]:
     """Curves of metrics as HTML, those that do not change as a table; and whether the page needs ``SEARCH``."""
-    shown = {name: finite(points) for name, points in series.items() if finite(points)}
+    shown = {name: finite_points(points) for name, points in series.items() if finite_points(points)}
     flat = {name: values for name, values in shown.items() if is_flat(values)}
     figures = {}
     for name, values in shown.items():
         missing = len(series[name]) - len(values)
         note = f'<span class="warn">{missing} not finite</span>' if missing else ""
         if name not in flat or missing:
-            figures[name] = figure(name, values, note)
+            figures[name] = render_figure(name, values, note)
     flat_rows = {name: f"{next(iter(values.values())):.6g}" for name, values in flat.items() if name not in figures}
     return lay_out(figures, flat_rows)
 
@@ -68,7 +68,7 @@ def overlaid_sections(names: Sequence[str], runs: Mapping[str, SeriesView]) -> t
     figures = {}
     flat_rows = {}
     for name in names:
-        curves = [finite(series.get(name, {})) for series in runs.values()]
+        curves = [finite_points(series.get(name, {})) for series in runs.values()]
         values = {value for curve in curves for value in curve.values()}
         if len(values) == 1 and any(map(is_flat, curves)):
             flat_rows[name] = f"{values.pop():.6g}"
@@ -85,7 +85,7 @@ def overlaid_sections(names: Sequence[str], runs: Mapping[str, SeriesView]) -> t
     return lay_out(figures, flat_rows)
 
 
-def figure(name: str, values: dict[int, float], note: str, beside: dict[int, float] | None = None) -> str:
+def render_figure(name: str, values: dict[int, float], note: str, beside: dict[int, float] | None = None) -> str:
     """A curve with its caption; arguments as of ``curve_svg``, and HTML that follows the name."""
     latest = f"{list(values.values())[-1]:.6g}" if values else ""
     return (
@@ -108,12 +108,12 @@ def lay_out(figures: Mapping[str, str], flat_rows: Mapping[str, str]) -> tuple[s
             continue
         html.append(f"<h3>{title}</h3>")
         if len(names) <= SHOWN_TOGETHER:
-            html.append(_grid(figures, names))
+            html.append(_render_grid(figures, names))
             continue
         for prefix, members in group_by_prefix(names).items():
             is_open = " open" if len(members) <= SHOWN_TOGETHER else ""
             summary = f"<summary>{escape(prefix or 'others')} <small>{len(members)} curves</small></summary>"
-            html.append(f'<details class="fold"{is_open}>{summary}{_grid(figures, members)}</details>')
+            html.append(f'<details class="fold"{is_open}>{summary}{_render_grid(figures, members)}</details>')
     if flat_rows:
         rows = "".join(
             f'<tr data-metric="{escape(name)}"><td>{escape(name)}</td><td>{value}</td></tr>'
@@ -128,7 +128,7 @@ def lay_out(figures: Mapping[str, str], flat_rows: Mapping[str, str]) -> tuple[s
     has_search = len(figures) > SHOWN_TOGETHER
     field = '<p hidden><input id="search" type="search" placeholder="search curves" aria-label="search curves"></p>'
     body = f'{field if has_search else ""}<div class="searched">{"".join(html)}</div>'
-    return section("Curves", "", body), has_search
+    return render_section("Curves", "", body), has_search
 
 
 def section_of(name: str) -> str:
@@ -150,7 +150,7 @@ def group_by_prefix(names: Sequence[str]) -> dict[str, list[str]]:
     return dict(sorted(by_prefix.items(), key=lambda item: (not item[0], item[0])))
 
 
-def _grid(figures: Mapping[str, str], names: Sequence[str]) -> str:
+def _render_grid(figures: Mapping[str, str], names: Sequence[str]) -> str:
     return f'<div class="curves">{"".join(figures[name] for name in names)}</div>'
 
 

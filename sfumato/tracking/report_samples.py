@@ -9,8 +9,8 @@ from pathlib import Path
 from sfumato.config.file_checks import path_inside
 from sfumato.config.open_mappings import JsonObject
 from sfumato.tracking.progress import digits_after_point, format_value
-from sfumato.tracking.report_answers import folded, in_html
-from sfumato.tracking.report_tables import section
+from sfumato.tracking.report_answers import fold_text, in_html
+from sfumato.tracking.report_tables import render_section
 from sfumato.tracking.samples import choose_evenly, embedded_picture, embedded_sound, step_folder
 
 TEXT_CELL = 220
@@ -44,7 +44,7 @@ def evaluation_grid(output_dir: Path, samples: dict[int, list[JsonObject]]) -> s
     width = max(TEXT_CELL if has_texts else 104, min(MAX_PIXELS, 1080 // len(steps) - 10))
     table = grid_table(head, body, width, has_texts)
     note = f"The reward stands under each sample{hidden}." if chips.has_rewards else hidden.removeprefix(" · ")
-    return section("Same prompts and seeds over training", note, table)
+    return render_section("Same prompts and seeds over training", note, table)
 
 
 def prompt_rows(prompt: str, seed: object, source: str, cells: Sequence[str], attribute: str = "") -> str:
@@ -91,7 +91,7 @@ def training_samples(output_dir: Path, samples: dict[int, list[JsonObject]]) -> 
         )
     hidden = f" · {len(html)} of {len(groups)} groups" if len(html) < len(groups) else ""
     note = f"Step {step} · best and worst of each group{hidden}"
-    return section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
+    return render_section("Latest training samples", note, f'<div class="groups">{"".join(html)}</div>')
 
 
 class RewardChips:
@@ -126,15 +126,17 @@ def sample_cell(output_dir: Path, step: int, row: JsonObject | None, chips: Rewa
     if row is None:
         return '<span class="gap">absent</span>'
     if "text" in row:
-        image = f'<div class="text">{folded(row["text"])}</div>'
+        image = f'<div class="text">{fold_text(row["text"])}</div>'
     else:
-        image = _picture(output_dir, step, row.get("file", ""), row.get("prompt", "")) + _player(output_dir, step, row)
+        image = _render_picture(output_dir, step, row.get("file", ""), row.get("prompt", "")) + _render_player(
+            output_dir, step, row
+        )
     advantage = row.get("advantage")
     note = "" if advantage is None else f"<small>advantage {advantage:+.2f}</small>"
     return f"{image}<small>{label}</small>{chips.render(row)}{note}"
 
 
-def _picture(output_dir: Path, step: int, name: str, alt: str) -> str:
+def _render_picture(output_dir: Path, step: int, name: str, alt: str) -> str:
     """A picture of a step, embedded; or its name, and why it is not shown."""
     shown = embedded_picture(output_dir, step, name, MAX_PIXELS)
     if isinstance(shown, str):
@@ -148,7 +150,7 @@ def picture_tag(uri: str, width: int, height: int, alt: str) -> str:
     return f'<img{kind} src="{uri}" width="{width}" height="{height}" alt="{escape(alt)}">'
 
 
-def _player(output_dir: Path, step: int, row: JsonObject) -> str:
+def _render_player(output_dir: Path, step: int, row: JsonObject) -> str:
     """A player of a sample's sound; empty where it has none, or where its file is missing."""
     folder = step_folder(output_dir, step)
     path = path_inside(folder, row["sound"]) if "sound" in row else None
@@ -165,5 +167,5 @@ def sample_source(output_dir: Path, step: int, row: JsonObject) -> str:
     """The source image of a sample; empty where it has none."""
     if "source" not in row:
         return ""
-    picture = _picture(output_dir, step, row["source"], f"source: {row.get('prompt', '')}")
+    picture = _render_picture(output_dir, step, row["source"], f"source: {row.get('prompt', '')}")
     return f'<div class="source">{picture}<small>source</small></div>'

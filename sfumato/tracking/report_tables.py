@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from sfumato.tracking.json_lines import Series, finite
+from sfumato.tracking.json_lines import Series, finite_points
 from sfumato.tracking.timeline import Phase
 
 MAX_REASONS = 20
@@ -22,7 +22,7 @@ OVERLAP = 1.02
 _FAILED = re.compile(r"^(evaluation at )?step (\d+): reward failed: (.*?) \((\d+) of \d+ samples\)$", re.M | re.S)
 
 
-def section(title: str, note: str, body: str) -> str:
+def render_section(title: str, note: str, body: str) -> str:
     """A section of the page: a heading, a line of note below it, and HTML."""
     return f'<section><h2>{title}</h2><p class="note">{note}</p>{body}</section>'
 
@@ -42,12 +42,12 @@ def last_values(metrics: Series) -> str:
         step, value = list(points.items())[-1]
         shown = "not finite" if value is None else f"{value:.6g}"  # six digits: a ratio of 1.00001 is not 1
         rows.append((name, shown, str(step)))
-    return _table("Last values", "", ("metric", "value", "step"), rows)
+    return _render_table("Last values", "", ("metric", "value", "step"), rows)
 
 
 def time_per_phase(timings: Series) -> str:
     """The table of the time that each phase took, summed over all steps."""
-    seconds = {name: list(finite(points).values()) for name, points in timings.items()}
+    seconds = {name: list(finite_points(points).values()) for name, points in timings.items()}
     steps = seconds.get("time/step_s", [])
     phases = {phase: values for phase in Phase if (values := seconds.get(phase.metric, []))}
     whole = sum(steps)
@@ -58,20 +58,20 @@ def time_per_phase(timings: Series) -> str:
         unattributed = max(whole - sum(sum(values) for phase, values in phases.items() if phase != Phase.GENERATE), 0.0)
     rows = []
     for phase, values in sorted(phases.items(), key=lambda item: -sum(item[1])):
-        share = "beside the others" if is_beside and phase == Phase.GENERATE else _share(sum(values), whole)
-        rows.append((phase.replace("_", " "), *_spread(values, len(steps)), share))
+        share = "beside the others" if is_beside and phase == Phase.GENERATE else _format_share(sum(values), whole)
+        rows.append((phase.replace("_", " "), *_measure_spread(values, len(steps)), share))
     if rows and steps:
         rest_of = "everything else" if Phase.UPDATE in phases else "training, and everything else"
-        rows.append((rest_of, "", "", "", _share(unattributed, whole)))
+        rows.append((rest_of, "", "", "", _format_share(unattributed, whole)))
     beside = {name: values for name, values in seconds.items() if re.fullmatch(r"time/(scoring|reward_.+)_s", name)}
     for name, values in sorted(beside.items(), key=lambda item: -sum(item[1])):
         label = name.removeprefix("time/").removesuffix("_s").replace("_", " ", 1)
-        rows.append((label, *_spread(values, len(steps)), "beside the others"))
+        rows.append((label, *_measure_spread(values, len(steps)), "beside the others"))
     if steps:
-        rows.append(("whole step", *_spread(steps, len(steps)), "100 %"))
+        rows.append(("whole step", *_measure_spread(steps, len(steps)), "100 %"))
     columns = ("part of a step", "in steps", "median there (s)", "90th percentile (s)", "share of all time")
     note = "Checkpoints, exports and reports after the last step are not in it."
-    return _table("Where the time went", note, columns, rows)
+    return _render_table("Where the time went", note, columns, rows)
 
 
 def failed_rewards(log: str) -> str:
@@ -83,7 +83,7 @@ def failed_rewards(log: str) -> str:
     ]
     hidden = f"{len(ordered) - MAX_REASONS} more reasons are in log.txt." if len(ordered) > MAX_REASONS else ""
     columns = ("reward and reason", "training samples", "evaluation samples", "steps")
-    return _table("Samples without a reward", hidden, columns, rows)
+    return _render_table("Samples without a reward", hidden, columns, rows)
 
 
 def count_failed_rewards(log: str) -> list[tuple[str, int, int, int, int]]:
@@ -117,7 +117,7 @@ class _Failed:
     steps: set[int] = field(default_factory=set)
 
 
-def _spread(values: list[float], num_steps: int) -> tuple[str, str, str]:
+def _measure_spread(values: list[float], num_steps: int) -> tuple[str, str, str]:
     """In how many steps a phase was measured, and the median and 90th percentile of its seconds."""
     return (
         f"{len(values)} of {num_steps}",
@@ -126,13 +126,13 @@ def _spread(values: list[float], num_steps: int) -> tuple[str, str, str]:
     )
 
 
-def _share(part: float, whole: float) -> str:
+def _format_share(part: float, whole: float) -> str:
     return f"{100 * part / whole:.0f} %" if whole else ""
 
 
-def _table(title: str, note: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def _render_table(title: str, note: str, columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
     """A table with its texts escaped; nothing without rows."""
     if not rows:
         return ""
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    return section(title, note, numbers_table(columns, body))
+    return render_section(title, note, numbers_table(columns, body))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from sfumato.tracking.json_lines import SeriesView, finite
+from sfumato.tracking.json_lines import SeriesView, finite_points
 
 OPTIMISED, HELD_OUT, VELOCITY = "reward/total", "eval/reward/total", "eval/velocity/rms"
 STANDARD_ERRORS = 5.0
@@ -43,8 +43,11 @@ def signs_of_hacking(metrics: SeriesView) -> list[Sign]:
         metrics: of ``metrics.jsonl``.
     """
     watched = [name for name in [HELD_OUT, *evaluation_only(metrics)] if name in metrics]
-    signs = [_gap(metrics, name) for name in watched]
-    signs += [_velocity(metrics), *(_diversity(metrics, name) for name in metrics if name.startswith("diversity/"))]
+    signs = [_find_gap(metrics, name) for name in watched]
+    signs += [
+        _find_velocity_growth(metrics),
+        *(_find_diversity_loss(metrics, name) for name in metrics if name.startswith("diversity/")),
+    ]
     return [sign for sign in signs if sign is not None]
 
 
@@ -60,7 +63,7 @@ def relative_to_first(points: Mapping[int, float | None]) -> dict[int, float | N
     return {step: value / first if value is not None and first else None for step, value in points.items()}
 
 
-def change(values: np.ndarray) -> tuple[float, float]:
+def measure_change(values: np.ndarray) -> tuple[float, float]:
     """The mean of the last third minus the mean of the first, and the standard error of this difference.
 
     The noise is estimated from successive differences, so that a trend hardly counts as noise.
@@ -73,33 +76,33 @@ def change(values: np.ndarray) -> tuple[float, float]:
     return float(values[-part:].mean() - values[:part].mean()), float(np.sqrt(2 * variance / part))
 
 
-def _gap(metrics: SeriesView, name: str) -> Sign | None:
+def _find_gap(metrics: SeriesView, name: str) -> Sign | None:
     """A held-out reward that has fallen since its best evaluation while the optimised one rose."""
-    held_out = finite(metrics[name])
+    held_out = finite_points(metrics[name])
     if len(held_out) < LEAST_VALUES or OPTIMISED not in metrics:
         return None
     best = max(held_out, key=lambda step: held_out[step])
     values = np.array([value for step, value in held_out.items() if step >= best])
-    optimised = np.array([value for step, value in finite(metrics[OPTIMISED]).items() if step >= best])
+    optimised = np.array([value for step, value in finite_points(metrics[OPTIMISED]).items() if step >= best])
     if min(len(values), len(optimised)) < LEAST_VALUES:
         return None
-    (rise, rise_error), (fall, fall_error) = change(optimised), change(values)
+    (rise, rise_error), (fall, fall_error) = measure_change(optimised), measure_change(values)
     if rise <= STANDARD_ERRORS * rise_error or -fall <= STANDARD_ERRORS * fall_error:
         return None
     return Sign(name, f"{OPTIMISED} rose by {rise:.3g} since step {best}, while {name} fell by {-fall:.3g}")
 
 
-def _velocity(metrics: SeriesView) -> Sign | None:
+def _find_velocity_growth(metrics: SeriesView) -> Sign | None:
     """The norm of the velocity in evaluations that has grown since the first one."""
-    values = list(finite(relative_to_first(metrics.get(VELOCITY, {}))).values())
+    values = list(finite_points(relative_to_first(metrics.get(VELOCITY, {}))).values())
     if not values or values[-1] <= 1 + NORM_GROWTH:
         return None
     return Sign(VELOCITY, f"{VELOCITY} is {100 * (values[-1] - 1):.0f} % above the first evaluation's")
 
 
-def _diversity(metrics: SeriesView, name: str) -> Sign | None:
+def _find_diversity_loss(metrics: SeriesView, name: str) -> Sign | None:
     """A measure of the diversity of a prompt's samples that has fallen since the beginning."""
-    values = list(finite(metrics[name]).values())
+    values = list(finite_points(metrics[name]).values())
     if len(values) < 2 * TYPICAL:
         return None
     before, now = np.median(values[:TYPICAL]), np.median(values[-TYPICAL:])

@@ -23,7 +23,7 @@ from sfumato.optim.optimizer import say_unfinished_warmup
 from sfumato.parallel.compiling import compiler_figures
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.peers import watch_peers
-from sfumato.tracking.exit import check_early_stop, ending_of, listen, name_log
+from sfumato.tracking.exit import check_early_stop, ending_of, install_signal_handlers, name_log
 from sfumato.tracking.folder import RunFolder, check_same_settings, describe_absent_checkpoint, environment_of
 from sfumato.tracking.idle import IdleIterations, idle_summary
 from sfumato.tracking.json_lines import BestEffortFiles, JsonLines, read_jsonl, series_of
@@ -131,7 +131,7 @@ class Run:
             FolderError: on every rank, when the folder cannot be this run's.
         """
         self.total_steps = total_steps
-        self._claim(total_steps, from_step)
+        self._claim_folder(total_steps, from_step)
         self._enabled = self.mesh.is_first
         self._source_watch = SourceWatch() if self._enabled and self.folder is not None else None
         self._progress = Progress(total_steps, from_step, self.label, enabled=self._enabled)
@@ -152,7 +152,7 @@ class Run:
         self._step_started = time.perf_counter()
         say_unfinished_warmup(self._config, total_steps, self.say)
 
-    def _claim(self, total_steps: int, from_step: int) -> None:
+    def _claim_folder(self, total_steps: int, from_step: int) -> None:
         """Rank 0 takes the folder; every rank raises its FolderError. Then early messages are written to the log."""
         if self._early is None:  # not from start_run
             return
@@ -522,7 +522,7 @@ def start_run(config: Section, mesh: Mesh, label: str) -> Run:
     Run.newest = run
     if mesh.is_first:  # other ranks' messages are not shown, but their warnings go to standard error
         say_messages(run.say)
-    listen(run)
+    install_signal_handlers(run)
     watch_peers(mesh.rank, mesh.size, run.say if mesh.is_first else partial(print, file=sys.stderr, flush=True))
     return run
 

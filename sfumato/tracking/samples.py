@@ -170,7 +170,7 @@ def save_samples(folder: Path, step: int, samples: list[SampleRecord], *, add: b
                     (tmp / f"{name}.wav").write_bytes(sample.sound.wav())
                 if sample.source is not None:
                     write_picture(sample.source, tmp / _source_name(sample.source))
-                file.write(strict_json(_row(name, sample)).encode() + b"\n")
+                file.write(strict_json(_sample_row(name, sample)).encode() + b"\n")
     except OSError:
         shutil.rmtree(tmp, ignore_errors=True)  # a full disk needs the room
         raise
@@ -501,7 +501,7 @@ def _source_name(image: np.ndarray) -> str:
     return f"source_{digest}.png"
 
 
-def _row(name: str, sample: SampleRecord) -> dict[str, object]:
+def _sample_row(name: str, sample: SampleRecord) -> dict[str, object]:
     """The row of a sample in ``samples.jsonl``."""
     content = {"file": f"{name}{sample.file_ending}"} if sample.file_ending else {"text": sample.content}
     if sample.sound is not None:

@@ -62,7 +62,7 @@ class WandbTracker(_LoggedRun):
         self._image = wandb.Image
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", _name(output_dir)),
+            name=os.environ.get("WANDB_NAME", _run_name(output_dir)),
             dir=str(output_dir),
             id=known_id or _keep_id(output_dir / "wandb", secrets.token_hex(8)),
             resume="allow" if known_id else "never",
@@ -90,7 +90,7 @@ class SwanlabTracker(_LoggedRun):
         self._image = swanlab.Image
         self._run = swanlab.init(
             project=os.environ.get("SWANLAB_PROJECT", PROJECT),
-            name=os.environ.get("SWANLAB_NAME", _name(output_dir)),
+            name=os.environ.get("SWANLAB_NAME", _run_name(output_dir)),
             log_dir=os.environ.get("SWANLAB_LOG_DIR", str(folder)),
             id=known_id or _keep_id(folder, secrets.token_hex(8)),
             resume="allow" if known_id else "never",
@@ -127,7 +127,7 @@ class MlflowTracker:
         if self._id is not None:
             self._client.update_run(self._id, status="RUNNING")
             return
-        self._id = _keep_id(folder, self._client.create_run(experiment_id, run_name=_name(output_dir)).info.run_id)
+        self._id = _keep_id(folder, self._client.create_run(experiment_id, run_name=_run_name(output_dir)).info.run_id)
         params = [Param(mlflow_name(key), str(value)[:6000]) for key, value in flatten(config).items()]
         for start in range(0, len(params), 100):  # most that one request may hold
             self._client.log_batch(self._id, params=params[start : start + 100])
@@ -156,7 +156,7 @@ class TrackioTracker(_LoggedRun):
         trackio = _import("trackio")
         known_id = _read_known_id(output_dir / "trackio", resumed)
         # trackio tells runs apart by their names alone, and many run folders have the same name.
-        fresh_name = f"{_name(output_dir)}-{secrets.token_hex(3)}"
+        fresh_name = f"{_run_name(output_dir)}-{secrets.token_hex(3)}"
         self._image = trackio.Image
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
@@ -211,7 +211,7 @@ def finite_numbers(metrics: Mapping[str, float | None]) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
 
 
-def missing(name: str) -> MissingDependencyError:
+def missing_tracker(name: str) -> MissingDependencyError:
     """The error for a tracker that is not installed."""
     return MissingDependencyError(
         f"train.trackers: {name} is not installed: pip install {name}, or take it off the list"
@@ -223,10 +223,10 @@ def _import(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        raise missing(name) from error
+        raise missing_tracker(name) from error
 
 
-def _name(output_dir: Path) -> str:
+def _run_name(output_dir: Path) -> str:
     return output_dir.resolve().name
 
 

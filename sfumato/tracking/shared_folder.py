@@ -42,11 +42,11 @@ class Token:
         """The problem with the folder by the answers of all ranks; empty when all of them share it.
 
         Args:
-            answers: what ``answer`` returned, by the name of the rank.
+            answers: what ``answer_token`` returned, by the name of the rank.
         """
         complaint_by_rank = {who: text for who, (_, text) in answers.items() if text}
         rank_of_file = {f"{self.name}.{who}": who for who in answers if who not in complaint_by_rank}
-        for name in sorted(_missing(self.folder, rank_of_file)):
+        for name in sorted(_missing_files(self.folder, rank_of_file)):
             complaint_by_rank[rank_of_file[name]] = (
                 f"writes to a folder of that name which {socket.gethostname()} does not see"
             )
@@ -62,7 +62,7 @@ class Token:
             folder.rmdir()
 
 
-def answer(folder: Path, name: str, who: str) -> Answer:
+def answer_token(folder: Path, name: str, who: str) -> Answer:
     """Looks for a token, and writes an answer beside it; called on each machine of the run.
 
     Args:
@@ -71,7 +71,7 @@ def answer(folder: Path, name: str, who: str) -> Answer:
         who: the name of the rank, such as ``rank 3``, which is part of the answer's file name.
     """
     host = socket.gethostname()
-    if _missing(folder, [name]):
+    if _missing_files(folder, [name]):
         return host, "does not see what the first process of the run writes there"
     try:
         with open_new(folder / f"{name}.{who}") as file:
@@ -101,7 +101,7 @@ def check_shared(folder: Path, mesh: Mesh) -> None:
     name, problem = mesh.first((name, problem), among="world")
     if not problem:
         who = f"rank {mesh.rank}"
-        answers = dict(mesh.gather((who, answer(folder, name, who)), over="world"))
+        answers = dict(mesh.gather((who, answer_token(folder, name, who)), over="world"))
         problem = mesh.first(token.refusal(answers) if token else "", among="world")
         if token is not None:
             token.close(undo=bool(problem))
@@ -109,7 +109,7 @@ def check_shared(folder: Path, mesh: Mesh) -> None:
         raise ConfigError(problem)
 
 
-def _missing(folder: Path, names: Iterable[str]) -> set[str]:
+def _missing_files(folder: Path, names: Iterable[str]) -> set[str]:
     """Those of some files that are not in a folder, and do not appear there within ``SEE_S`` seconds.
 
     It lists the folder and does not ask for the files, since a network file system would cache that one is absent; once

@@ -51,7 +51,7 @@ def code_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def versions(*packages: str) -> dict[str, str]:
+def package_versions(*packages: str) -> dict[str, str]:
     """What must be the same in all processes of a run, by name.
 
     Args:
@@ -79,7 +79,7 @@ def check_same_code(mesh: Mesh) -> None:
     """
     if mesh.size == 1:
         return
-    ranks = mesh.gather((socket.gethostname(), versions()), over="world")
+    ranks = mesh.gather((socket.gethostname(), package_versions()), over="world")
     first_host, first_versions = ranks[0]
     different = {host: problem for host, version in ranks if (problem := describe_difference(version, first_versions))}
     if different:

@@ -144,7 +144,7 @@ class Timeline:
                 return {}
             self._write(Event(RUN, 0, STEP, start, now, step))
             by_role: dict[str, list[float]] = {}
-            for (role, _), seconds in self._busy(new, now - start).items():
+            for (role, _), seconds in self._busy_seconds(new, now - start).items():
                 by_role.setdefault(role, []).append(seconds)
             shares = {
                 f"utilisation/{role}": statistics.fmean(by_role[role]) / (now - start) for role in sorted(by_role)
@@ -161,7 +161,7 @@ class Timeline:
             if self._file is not None:
                 self._file.close()
 
-    def _busy(self, new: Sequence[Event], seconds: float) -> dict[tuple[str, int], float]:
+    def _busy_seconds(self, new: Sequence[Event], seconds: float) -> dict[tuple[str, int], float]:
         """Busy seconds of every process seen so far, each at most ``seconds``; the excess is carried to later steps.
 
         Args:

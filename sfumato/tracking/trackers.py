@@ -88,9 +88,9 @@ def check_trackers(names: Sequence[str]) -> None:
         if name not in KNOWN_TRACKERS:
             raise ConfigError(f"unknown tracker {name!r}; known trackers: {', '.join(KNOWN_TRACKERS)}")
         if name not in ("tensorboard", WEBHOOK) and importlib.util.find_spec(name) is None:
-            from sfumato.tracking.services import missing
+            from sfumato.tracking.services import missing_tracker
 
-            raise missing(name)
+            raise missing_tracker(name)
         if name == WEBHOOK:
             from sfumato.tracking.webhook import required_webhook
 

@@ -85,7 +85,7 @@ def spectrum_picture(sound: Waveform) -> np.ndarray:
     """
     length = max(int(sound.rate * WINDOW_SECONDS), 2 * NUM_ROWS)
     samples = np.pad(sound.mono, (length // 2, length))
-    starts = np.linspace(0, max(sound.samples.shape[1] - 1, 0), _columns(sound)).astype(int)
+    starts = np.linspace(0, max(sound.samples.shape[1] - 1, 0), _picture_width(sound)).astype(int)
     windows = np.stack([samples[start : start + length] for start in starts]) * np.hanning(length)
     power = np.abs(np.fft.rfft(windows, axis=1)) ** 2  # [W, bins]
     edges = np.linspace(0, power.shape[1], NUM_ROWS + 1).astype(int)
@@ -97,6 +97,6 @@ def spectrum_picture(sound: Waveform) -> np.ndarray:
     return np.stack(channels, axis=-1).round().astype(np.uint8)
 
 
-def _columns(sound: Waveform) -> int:
+def _picture_width(sound: Waveform) -> int:
     """Width of a picture: a column for each half of a window, within bounds."""
     return int(np.clip(2 * sound.seconds / WINDOW_SECONDS, 64, MOST_COLUMNS))

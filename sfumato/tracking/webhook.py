@@ -88,7 +88,7 @@ class Webhook:
             return
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="webhook", daemon=True)
+                self._thread = threading.Thread(target=self._send_messages, name="webhook", daemon=True)
                 self._thread.start()
 
     def forget(self, run: str, text: str) -> None:
@@ -102,7 +102,7 @@ class Webhook:
             time.sleep(0.02)
         return not self._waiting.unfinished_tasks
 
-    def _work(self) -> None:
+    def _send_messages(self) -> None:
         while True:
             body = self._waiting.get()
             try:

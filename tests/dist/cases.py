@@ -21,7 +21,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
 from sfumato.parallel.plan import ParallelPlan, language_plan
-from sfumato.parallel.shards import trainable_parameters, whole
+from sfumato.parallel.shards import gather_whole, trainable_parameters
 
 NUM_STEPS = 3
 ROWS = 4
@@ -543,7 +543,7 @@ def weights_of(module: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, to
             }
     else:
         actual = {
-            name: (parameter.requires_grad, whole(parameter.detach()).clone())
+            name: (parameter.requires_grad, gather_whole(parameter.detach()).clone())
             for name, parameter in module.named_parameters()
         }
     return tuple(

@@ -34,7 +34,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import trainable_parameters, whole
+from sfumato.parallel.shards import gather_whole, trainable_parameters
 from tests.dist.ranks import RankError
 from tests.survey.tiny_configs import tiny_config
 
@@ -183,7 +183,8 @@ def train(kind: str, **settings: Any) -> Outcome | str:
     loss = mesh.sum(sum(model.forward_backward(mine, loss_fn)), over="loss")
     grad_norm = reduce_and_clip(model.trained, float("inf"), mesh, "the step")
     gradients = {
-        name: whole(parameter.grad.detach()).clone() for name, parameter in trainable_parameters(model.trained).items()
+        name: gather_whole(parameter.grad.detach()).clone()
+        for name, parameter in trainable_parameters(model.trained).items()
     }
     gradients = mesh.merge(gradients, over="pp")
     return Outcome(

@@ -27,7 +27,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.pipeline import Pipeline, build_pipeline
-from sfumato.parallel.shards import Shards, local, trainable_parameters
+from sfumato.parallel.shards import Shards, local_shard, trainable_parameters
 from sfumato.tracking.atomic_folders import list_checkpoints, verify_checkpoint
 from sfumato.tracking.run import Run
 from tests.dist.cases import CASES, ROWS, adamw, build, count_all, make_mesh, summed_loss
@@ -93,10 +93,12 @@ class Job:
         shards, state = Shards(self.module, self.mesh), self.state
         results = {}
         for name, parameter in shards.parameters.items():
-            results[f"model/{name}"] = shards.whole(name, local(parameter.detach()))
+            results[f"model/{name}"] = shards.whole(name, local_shard(parameter.detach()))
             results[f"ema/{name}"] = shards.whole(name, state.ema.averages[name])
             for key, value in state.optimizer.state.get(parameter, {}).items():
-                results[f"optimizer/{name}/{key}"] = value if value.ndim == 0 else shards.whole(name, local(value))
+                results[f"optimizer/{name}/{key}"] = (
+                    value if value.ndim == 0 else shards.whole(name, local_shard(value))
+                )
         if state.balancer is not None:
             results |= {f"balancer/{name}": weight for name, weight in state.balancer.state_dict().items()}
         stages = self.mesh.gather({key: value.numpy().copy() for key, value in results.items()}, over="pp")

@@ -19,7 +19,7 @@ from sfumato.models.diffusion.load import find_families
 from sfumato.models.lora import add_lora
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.parallelize import accumulate
-from sfumato.parallel.shards import trainable_parameters, whole
+from sfumato.parallel.shards import gather_whole, trainable_parameters
 from tests import family_rows, sound_rows
 from tests.dist.cases import make_mesh
 from tests.dist.ranks import RankPool
@@ -124,7 +124,7 @@ def step_of(name: str, lora: bool, config: dict[str, Any]) -> dict[str, torch.Te
     outcome = {"norm": torch.tensor(norm), "loss": torch.tensor(mesh.sum(sum(losses), over="data"))}
     for key, parameter in trainable_parameters(model.denoiser).items():
         if parameter.grad is not None:
-            outcome[key] = whole(parameter.grad).clone()
+            outcome[key] = gather_whole(parameter.grad).clone()
     return outcome
 
 

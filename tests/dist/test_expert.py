@@ -18,7 +18,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import accumulate, parallelize
 from sfumato.parallel.plan import language_plan
-from sfumato.parallel.shards import whole
+from sfumato.parallel.shards import gather_whole
 from tests.dist import cases
 from tests.dist.cases import CASES, ROWS, Case, Outcome, build, difference, make_mesh, packed_row, train
 
@@ -144,8 +144,8 @@ def run_layer(lengths: tuple[int, ...], **config: Any) -> dict[str, torch.Tensor
         "output": output.detach(),
         "states": states.grad,
         "weights": weights.grad,
-        "gate_up_proj": whole(experts.gate_up_proj.grad),
-        "down_proj": whole(experts.down_proj.grad),
+        "gate_up_proj": gather_whole(experts.gate_up_proj.grad),
+        "down_proj": gather_whole(experts.down_proj.grad),
     }
 
 

@@ -20,7 +20,7 @@ from sfumato.models.lora import (
     start_magnitudes,
 )
 from sfumato.parallel.parallelize import parallelize
-from sfumato.parallel.shards import all_parameters, whole
+from sfumato.parallel.shards import all_parameters, gather_whole
 from sfumato.parallel.weights import build_on_meta, load_weights, whole_weights
 from tests.dist import cases
 from tests.dist.cases import CASES, Outcome, difference, make_mesh, packed_row, train
@@ -137,7 +137,7 @@ def load_and_save(kind: str, lora: dict[str, Any], base: str, folder: str) -> tu
     load_weights(module, Path(base), mesh)
     start_magnitudes(module)
     expected = dict(plain.named_parameters())
-    actual = {name: whole(parameter.detach()) for name, parameter in all_parameters(module).items()}
+    actual = {name: gather_whole(parameter.detach()) for name, parameter in all_parameters(module).items()}
     differing = [
         *(actual.keys() ^ expected.keys()),
         *(name for name in actual if not torch.equal(actual[name], expected[name])),

@@ -17,7 +17,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import language_plan
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import local_shard, trainable_parameters
 from sfumato.parallel.weights import build_on_meta
 from tests.dist.cases import dense, moe
 
@@ -47,13 +47,13 @@ def real_bytes(build: Any, folder: str, settings: dict[str, Any]) -> tuple[int, 
         module = build_pipeline(module, mesh, config, plan).module
     else:
         module = parallelize(module, mesh, config, plan)
-    weights = sum(local(parameter).nbytes for parameter in (*module.parameters(), *module.buffers()))
+    weights = sum(local_shard(parameter).nbytes for parameter in (*module.parameters(), *module.buffers()))
     for parameter in trainable_parameters(module).values():
         parameter.grad = torch.zeros_like(parameter)
-    gradients = sum(local(parameter.grad).nbytes for parameter in trainable_parameters(module).values())
+    gradients = sum(local_shard(parameter.grad).nbytes for parameter in trainable_parameters(module).values())
     optimizer, _ = build_optimizer(module, config, 1, mesh)
     optimizer.step()
-    state = [local(value) for values in optimizer.state.values() for value in values.values()]
+    state = [local_shard(value) for values in optimizer.state.values() for value in values.values()]
     return weights, gradients, sum(tensor.nbytes for tensor in state if torch.is_tensor(tensor))
 
 

@@ -19,7 +19,7 @@ from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.loss import linear_cross_entropy, token_log_probs_and_entropy
 from sfumato.parallel.memory import ActivationOffload
 from sfumato.parallel.parallelize import accumulate, parallelize
-from sfumato.parallel.shards import trainable_parameters, whole
+from sfumato.parallel.shards import gather_whole, trainable_parameters
 from tests.dist.cases import CASES, NUM_STEPS, ROWS, Outcome, count_all, difference, make_mesh, train, weights_of
 
 TOLERANCE = 1e-5
@@ -167,7 +167,7 @@ def sharded_head(tp: int, fsdp: int) -> tuple[float, dict[str, torch.Tensor]]:
     assert isinstance(module.lm_head.weight, DTensor)
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh["fsdp"].get_group())
-    return float(total), {name: whole(parameter.grad) for name, parameter in module.named_parameters()}
+    return float(total), {name: gather_whole(parameter.grad) for name, parameter in module.named_parameters()}
 
 
 @pytest.mark.parametrize(("tp", "fsdp"), [(1, 2), (2, 1), (2, 2)])

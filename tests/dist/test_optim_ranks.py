@@ -16,7 +16,7 @@ from sfumato.optim.optimizer import build_optimizer, saved_shard
 from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import ParallelPlan
-from sfumato.parallel.shards import Shards, local
+from sfumato.parallel.shards import Shards, local_shard
 from tests.dist import cases
 from tests.dist.cases import CASES, Outcome, build, difference, make_mesh, train
 
@@ -157,10 +157,10 @@ def step_in_8_bits(num_before: int, **config: Any) -> dict[str, torch.Tensor]:
                     optimizer.state[parameter][key] = shards.shard(name, shards.whole(name, value)).clone()
             parameter.grad = torch.zeros_like(parameter)
             whole = torch.randn(shards.shapes[name], generator=generator)
-            local(parameter.grad).copy_(shards.shard(name, whole).view(local(parameter).shape))
+            local_shard(parameter.grad).copy_(shards.shard(name, whole).view(local_shard(parameter).shape))
         optimizer.step()
     assert "OptimState8bit" in {type(value["exp_avg"]).__name__ for value in optimizer.state.values()}
-    return {name: shards.whole(name, local(parameter.detach())) for name, parameter in shards.parameters.items()}
+    return {name: shards.whole(name, local_shard(parameter.detach())) for name, parameter in shards.parameters.items()}
 
 
 @pytest.mark.slow

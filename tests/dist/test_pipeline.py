@@ -15,7 +15,7 @@ from sfumato.parallel.packed_rows import pad_together
 from sfumato.parallel.pipeline import build_pipeline, split_layers
 from sfumato.parallel.plan import ParallelPlan, language_plan
 from sfumato.parallel.random_weights import initialise_on_meta
-from sfumato.parallel.shards import trainable_parameters, whole
+from sfumato.parallel.shards import gather_whole, trainable_parameters
 from sfumato.parallel.weights import build_on_meta
 from tests.dist.cases import (
     CASES,
@@ -119,7 +119,7 @@ def only_layer(index: int) -> nn.Module:
 
 def gradients(module: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
     return merged(
-        mesh, {name: whole(parameter.grad).clone() for name, parameter in trainable_parameters(module).items()}
+        mesh, {name: gather_whole(parameter.grad).clone() for name, parameter in trainable_parameters(module).items()}
     )
 
 

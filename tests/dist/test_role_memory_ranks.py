@@ -10,7 +10,7 @@ from sfumato.config.dit import DitTrainConfig
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.gradients import reduce_and_clip
 from sfumato.parallel.parallelize import accumulate, parallelize
-from sfumato.runtime.memory import RoleMemory, _plain
+from sfumato.runtime.memory import RoleMemory, _plain_tensors
 from tests.dist.cases import CASES, build, make_mesh, weights_of
 
 MODES = {
@@ -41,7 +41,9 @@ def train(move: bool, config: dict, optimizer_name: str, lora: bool) -> tuple[di
             freed.append(memory.before_generation(sampled_here=False))
             assert memory.before_generation(sampled_here=False) == 0
             assert not any(
-                plain.untyped_storage().nbytes() for parameter in module.parameters() for plain in _plain(parameter)
+                plain.untyped_storage().nbytes()
+                for parameter in module.parameters()
+                for plain in _plain_tensors(parameter)
             )
             assert memory.before_update() + (memory.before_step() if step % 2 else 0) > 0
         for row in accumulate(module, rows):

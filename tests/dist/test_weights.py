@@ -20,7 +20,7 @@ from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import parallelize, shard_data_parallel
 from sfumato.parallel.plan import find_blocks
 from sfumato.parallel.random_weights import build_with_random_weights, initialise_on_meta
-from sfumato.parallel.shards import all_parameters, local, persistent_buffers, ranges_of, shard_of, whole
+from sfumato.parallel.shards import all_parameters, gather_whole, local_shard, persistent_buffers, ranges_of, shard_of
 from sfumato.parallel.weights import (
     build_on_meta,
     each_whole_weight,
@@ -76,7 +76,10 @@ def unequal(module: nn.Module, truth: nn.Module) -> list[str]:
     actual = all_parameters(module) | dict(module.named_buffers())
     names = actual.keys() ^ (expected.keys() | (actual.keys() & {"lm_head.weight"}))
     plain = dict(truth.named_parameters(remove_duplicate=False)) | expected
-    return [*names, *(name for name, value in actual.items() if not torch.equal(whole(value.detach()), plain[name]))]
+    return [
+        *names,
+        *(name for name, value in actual.items() if not torch.equal(gather_whole(value.detach()), plain[name])),
+    ]
 
 
 class Meter:
@@ -103,7 +106,7 @@ def load(kind: str, folder: str, from_rank0: bool = False, **config: Any) -> tup
         load_weights(module, Path(folder), mesh, from_rank0)
     finally:
         weight_files.FileTensor.read = meter.read
-    holds = sum(local(parameter.detach()).nbytes for parameter in all_parameters(module).values())
+    holds = sum(local_shard(parameter.detach()).nbytes for parameter in all_parameters(module).values())
     holds += sum(persistent_buffer.nbytes for persistent_buffer in weights.persistent_buffers(module).values())
     return unequal(module, make(kind)), meter.num_bytes, holds
 
@@ -363,7 +366,7 @@ def pieces() -> list[str]:
             like = distribute_tensor(tensor, both, placements, src_data_rank=None)
             piece = shard_of(tensor, like)
             back = DTensor.from_local(piece, both, placements, shape=tensor.shape, stride=tensor.stride())
-            if not torch.equal(piece, local(like)) or not torch.equal(back.full_tensor(), tensor):
+            if not torch.equal(piece, local_shard(like)) or not torch.equal(back.full_tensor(), tensor):
                 wrong.append(f"{shape} {placements}")
             elif torch.Size([sum(stop - start for start, stop in ranges) for ranges in ranges_of(like)]) != piece.shape:
                 wrong.append(f"ranges of {shape} {placements}")
@@ -390,9 +393,9 @@ def pieces_of_fused() -> list[tuple[int, int]]:
             module.register_parameter(name, nn.Parameter(piece))
         fully_shard(module, mesh=mesh.device_mesh("fsdp"))
         for name, parameter in module.named_parameters():
-            result = whole(parameter.detach())
+            result = gather_whole(parameter.detach())
             if not torch.equal(result, tensors[name]) or not torch.equal(
-                shard_of(result, parameter), local(parameter.detach())
+                shard_of(result, parameter), local_shard(parameter.detach())
             ):
                 wrong.append((rows, blocks))
     return wrong

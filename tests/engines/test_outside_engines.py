@@ -28,7 +28,7 @@ from sfumato.rollout.engines import host_memory
 from sfumato.rollout.engines.base import EngineError, GenerationRequest
 from sfumato.rollout.engines.served import weight_files
 from sfumato.rollout.engines.served.engine import seed_of
-from sfumato.rollout.engines.served.environment import engine_environment, inside, visible_devices
+from sfumato.rollout.engines.served.environment import engine_environment, replace_environment, visible_devices
 from sfumato.rollout.engines.served.http_server import NOT_SENT, HttpServer, RefusedByServerError
 from sfumato.rollout.engines.served.server_process import ServerProcess, free_port
 from sfumato.rollout.engines.served.vllm_calls import WORKER_FILE
@@ -406,7 +406,7 @@ def test_an_engine_has_nothing_of_the_run_s_process_group(monkeypatch):
     assert not group.keys() & environment.keys() and ours.items() <= environment.items()
     environment = engine_environment(sleeps=True, tensor_parallel_size=1)
     assert "PYTORCH_ALLOC_CONF" not in environment
-    with inside(environment):
+    with replace_environment(environment):
         os.environ["SET_INSIDE"] = "stays"
         assert not group.keys() & os.environ.keys()
     assert {**group, **ours, "SET_INSIDE": "stays"}.items() <= os.environ.items()

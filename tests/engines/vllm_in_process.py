@@ -15,7 +15,7 @@ import psutil
 import torch
 
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.vllm import VllmSettings
 from sfumato.runtime.roles import LocalRole
 from sfumato.runtime.weight_sync.fixed_tokens import Rescoring
@@ -49,7 +49,10 @@ def main(folder: Path) -> None:
                 sync.publish(version)
             for temperature in (1.0, 0.7):
                 check_log_probs(engine, version, temperature)
-        assert complete(engine, requests_of(2), Sampling()) == complete(engine, requests_of(9), Sampling())[:2]
+        assert (
+            complete_requests(engine, requests_of(2), Sampling())
+            == complete_requests(engine, requests_of(9), Sampling())[:2]
+        )
         check_updates_and_aborts(engine, sync)
         check_death(engine)
     finally:
@@ -65,7 +68,7 @@ def check_log_probs(engine, version, temperature):
     actual = []
     requests = requests_of(8)
     for request, completion in zip(
-        requests, complete(engine, requests, Sampling(temperature=temperature)), strict=True
+        requests, complete_requests(engine, requests, Sampling(temperature=temperature)), strict=True
     ):
         assert completion.versions == [version] * 48
         tokens = torch.tensor([[*request.prompt_ids, *completion.token_ids]])
@@ -80,7 +83,7 @@ def check_log_probs(engine, version, temperature):
 
 
 def check_updates_and_aborts(engine, sync):
-    waiting = ThreadPoolExecutor(1).submit(complete, engine, requests_of(4, 900), Sampling())
+    waiting = ThreadPoolExecutor(1).submit(complete_requests, engine, requests_of(4, 900), Sampling())
     while len(engine.calls._open) < 4:
         time.sleep(0.01)
     time.sleep(0.3)
@@ -91,7 +94,7 @@ def check_updates_and_aborts(engine, sync):
     engine.resume()
     for completion in waiting.result():
         assert completion.versions == sorted(completion.versions) and completion.versions[-1] == 3
-    waiting = ThreadPoolExecutor(1).submit(complete, engine, requests_of(30, 900), Sampling())
+    waiting = ThreadPoolExecutor(1).submit(complete_requests, engine, requests_of(30, 900), Sampling())
     while len(engine.calls._open) < 30:
         time.sleep(0.01)
     time.sleep(0.3)
@@ -99,13 +102,13 @@ def check_updates_and_aborts(engine, sync):
     aborted = waiting.result(timeout=60)
     engine.resume()
     assert {output.finish_reason for output in aborted} == {"abort"}
-    (again,) = complete(engine, requests_of(1, 60), Sampling())
+    (again,) = complete_requests(engine, requests_of(1, 60), Sampling())
     assert again.token_ids[: len(aborted[0].token_ids)] == aborted[0].token_ids[:60]
 
 
 def check_death(engine):
-    (before,) = complete(engine, requests_of(1), Sampling())
-    waiting = ThreadPoolExecutor(1).submit(complete, engine, requests_of(4, 900), Sampling())
+    (before,) = complete_requests(engine, requests_of(1), Sampling())
+    waiting = ThreadPoolExecutor(1).submit(complete_requests, engine, requests_of(4, 900), Sampling())
     time.sleep(0.3)
     for process in processes_of_vllm():
         process.kill()
@@ -122,7 +125,7 @@ def check_death(engine):
     else:
         raise AssertionError("it is dead and healthy")
     engine.restart()
-    assert complete(engine, requests_of(1), Sampling()) == [before], "it has the weights of before"
+    assert complete_requests(engine, requests_of(1), Sampling()) == [before], "it has the weights of before"
 
 
 if __name__ == "__main__":

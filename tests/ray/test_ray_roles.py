@@ -28,7 +28,7 @@ from sfumato.runtime.cluster.cluster import Cluster, start_cluster
 from sfumato.runtime.cluster.packing import pack, size_of, unpack
 from sfumato.runtime.cluster.placement import Reserver
 from sfumato.runtime.cluster.role import RayGroup, RayPool
-from sfumato.runtime.roles import labelled
+from sfumato.runtime.roles import label_calls
 from sfumato.tracking.shared_folder import Token
 from tests.ray import role_functions as functions
 from tests.ray.role_functions import OddError
@@ -174,7 +174,7 @@ def test_what_a_process_says_and_does_is_heard(
     told: list[str] = []
     cluster.on_progress(lambda: told.append("progress"))
     before = time.time()
-    with labelled(cluster.record, 7, 2):
+    with label_calls(cluster.record, 7, 2):
         future = group.call(functions.talk, "hello", kind="update")
     future.result()
     cluster.on_progress(None)

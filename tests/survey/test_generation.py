@@ -17,7 +17,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from tests.survey.survey import LARGEST_LOG_PROB, MAX_SEQ_LEN, MODES, NAMES, _build, _configs, _module, _with_attention
 
@@ -88,19 +88,19 @@ def test_what_is_drawn_is_what_training_computes(name: str) -> None:
     engine = EmbeddedEngine(model.plain, max_length=MAX_SEQ_LEN, around=model.autocast)
     if name in LOOK_AHEAD:
         with pytest.raises(ConfigError, match="how many tokens follow"):
-            complete(engine, requests, Sampling())
+            complete_requests(engine, requests, Sampling())
         return
-    result = complete(engine, requests, Sampling())
+    result = complete_requests(engine, requests, Sampling())
     for request, one in zip(requests, result, strict=True):
         far = (_training_log_probs(model, request, one) - torch.tensor(one.log_probs)).abs().max()
         assert float(far) < LARGEST_LOG_PROB
     few = EmbeddedEngine(model.plain, max_length=MAX_SEQ_LEN, around=model.autocast, max_batch_size=3)
-    assert [sequence.token_ids for sequence in complete(few, requests, Sampling())] == [
+    assert [sequence.token_ids for sequence in complete_requests(few, requests, Sampling())] == [
         sequence.token_ids for sequence in result
     ]
     assert name not in IN_ROWS or type(engine._rows).__name__ == "CachedRows"
     if name not in NOT_AS_THEIR_FORWARD:
-        greedy = complete(engine, requests[: len(prompts)], Sampling(temperature=0.0))
+        greedy = complete_requests(engine, requests[: len(prompts)], Sampling(temperature=0.0))
         assert [sequence.token_ids for sequence in greedy] == [_generated(name, model, prompt) for prompt in prompts]
 
 

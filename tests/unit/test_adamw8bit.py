@@ -15,7 +15,7 @@ from tests.tiny import DEVICE, MESH_DEVICE
 
 pytest.importorskip("torchao")
 
-from sfumato.optim.adamw8bit import BLOCK, compressed
+from sfumato.optim.adamw8bit import BLOCK, compress_state
 
 pytestmark = pytest.mark.slow
 
@@ -62,8 +62,8 @@ def test_what_is_decompressed_has_the_bits_it_came_from(is_signed, scale):
     values *= torch.logspace(-9, 0, 4 * BLOCK)
     values[3] = 0
     values = values if is_signed else values.square()
-    first = compressed(values, values, is_signed)
-    second = compressed(first.dequantize(), values, is_signed)
+    first = compress_state(values, values, is_signed)
+    second = compress_state(first.dequantize(), values, is_signed)
     assert torch.equal(first.codes, second.codes)
     assert torch.equal(first.scale, second.scale)
     blocks = values.view(-1, BLOCK)

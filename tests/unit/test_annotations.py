@@ -190,7 +190,7 @@ CALLS = {
     "objectives:SampledSteps.old_means": lambda: (sampled(),),
     "objectives:clipped_surrogate": lambda: (normal(R), SIGNS, 0.1, 0.1, MASK),
     "objectives:ratio_sums": lambda: (normal(R), normal(R), MASK),
-    "row_losses:masked": lambda: (normal(R), MASK),
+    "row_losses:zero_outside_mask": lambda: (normal(R), MASK),
     "off_policy:OffPolicy.correct": lambda: (of_kind("off_policy:Rejection"), normal(R), ROWS, MASK),
     "off_policy:log_ratio_of": lambda: (normal(R), ROWS, "trajectory", MASK),
     "mismatch:Mismatch.add": mismatch_arguments,
@@ -208,7 +208,7 @@ CALLS = {
     "token_advantages:Distillation.compute": lambda: (
         of_kind("token_advantages:Distillation"), normal(2), sequences(), MASK, normal(R)),
     "token_advantages:token_rewards": lambda: (normal(2), sequences(), MASK, normal(R)),
-    "token_advantages:penalised": lambda: (normal(2), normal(R), sequences(), MASK),
+    "token_advantages:subtract_token_penalties": lambda: (normal(2), normal(R), sequences(), MASK),
     "token_advantages:discounted_returns": lambda: (normal(R), sequences(), MASK, 0.9),
     "token_advantages:gae": lambda: (normal(R), normal(R), sequences(), MASK, 0.9, 0.9),
     "token_advantages:whitened": lambda: (normal(R), MASK),
@@ -228,7 +228,7 @@ CALLS = {
     "forward_process.noised:NoisedSamples.error": lambda: (noised(), latents()),
     "forward_process.noised:NoisedSamples.cells": lambda: (noised(),),
     "forward_process.noised:reward_probability": lambda: (SIGNS, 5.0, "binary"),
-    "forward_process.noised:distance": lambda: (latents(), latents()),
+    "forward_process.noised:row_distances": lambda: (latents(), latents()),
     **{f"forward_process.{name}.loss": lambda name=name: (of_kind(f"forward_process.{name}"), noised(), SIGNS)
        for name in ("sample_losses:NFT", "sample_losses:AWM", "sample_losses:BestOfN", "group_losses:CRD",
                     "group_losses:DGPO", "group_losses:DPO")},

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sfumato.cli import main
-from sfumato.commands.compare_tables import sparkline
+from sfumato.commands.compare_tables import draw_sparkline
 from sfumato.config.writing import write_atomically
 from sfumato.errors import DataError
 from sfumato.tracking.compare import ABSENT, compare_runs, differing_fields, direction_of, flatten_config, read_run
@@ -220,6 +220,6 @@ def test_many_runs_have_curves_of_their_own_style():
 
 
 def test_sparklines():
-    assert sparkline([0.0, 1.0], 0.0, 1.0) == "▁█"
-    assert sparkline([2.0] * 100, 2.0, 2.0) == "▁" * 24
-    assert sparkline([], 0.0, 1.0) == ""
+    assert draw_sparkline([0.0, 1.0], 0.0, 1.0) == "▁█"
+    assert draw_sparkline([2.0] * 100, 2.0, 2.0) == "▁" * 24
+    assert draw_sparkline([], 0.0, 1.0) == ""

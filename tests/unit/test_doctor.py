@@ -45,7 +45,7 @@ def test_this_machine_works(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_packages_are_held_against_what_is_required(requirement: str, state: str, detail: str) -> None:
-    result = doctor._package(Requirement(requirement))
+    result = doctor._check_package(Requirement(requirement))
     assert result.state == state and detail in result.detail and result.is_needed
     assert state == "ok" or result.remedy == f"pip install '{requirement}'"
 
@@ -55,7 +55,7 @@ def test_a_package_that_cannot_be_imported_is_broken(monkeypatch: pytest.MonkeyP
         raise ImportError(f"{name}: undefined symbol")
 
     monkeypatch.setattr("importlib.import_module", fail)
-    result = doctor._package(Requirement("numpy"))
+    result = doctor._check_package(Requirement("numpy"))
     assert result.state == "broken" and "undefined symbol" in result.detail
 
 
@@ -65,7 +65,7 @@ def test_extras_that_are_missing_say_how_to_get_them(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr("importlib.metadata.version", absent)
     monkeypatch.setattr("shutil.which", lambda name: None)
-    results = {extra.name: extra for extra in doctor._extras()}
+    results = {extra.name: extra for extra in doctor._check_extras()}
     assert {value.state for value in results.values()} == {"missing"}
     assert results["wandb"].remedy == "pip install wandb" and results["tesseract"].remedy.startswith("apt-get")
     assert not any(value.is_needed for value in results.values())
@@ -73,21 +73,21 @@ def test_extras_that_are_missing_say_how_to_get_them(monkeypatch: pytest.MonkeyP
 
 def test_a_device_that_computes_wrongly_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.mm(left, right) + 1)
-    results = {device.name: device for device in doctor._devices()}
+    results = {device.name: device for device in doctor._check_devices()}
     assert results["CPU"].state == "ok", "all products are equally wrong"
     products = iter([0.0, 0.0, 1.0, 0.0])
     monkeypatch.setattr(torch.Tensor, "__matmul__", lambda left, right: torch.mm(left, right) + next(products))
-    results = {device.name: device for device in doctor._devices()}
+    results = {device.name: device for device in doctor._check_devices()}
     assert results["CPU"].state == "broken" and "bfloat16" in results["CPU"].detail
 
 
 def test_a_group_that_fails_is_broken() -> None:
     with pytest.raises(RuntimeError, match="no_such_backend"):
-        doctor._ranks("no_such_backend", "cpu")
+        doctor._try_ranks("no_such_backend", "cpu")
 
 
 def test_two_ranks_reach_each_other() -> None:
-    doctor._ranks("gloo", "cpu", 2)
+    doctor._try_ranks("gloo", "cpu", 2)
 
 
 @pytest.mark.parametrize("name", [*list(CHECKS)[:2], pytest.param("compiled blocks", marks=pytest.mark.slow)])
@@ -101,7 +101,7 @@ def test_kernels_are_compared_with_float64(name: str, monkeypatch: pytest.Monkey
 
 def test_a_kernel_that_fails_is_broken() -> None:
     with pytest.raises(RuntimeError, match="no_such_device"):
-        doctor._kernel("grouped products", "no_such_device")
+        doctor._try_kernel("grouped products", "no_such_device")
 
 
 def test_the_exit_code_follows_what_is_needed(
@@ -119,7 +119,7 @@ def test_the_exit_code_follows_what_is_needed(
 
 def test_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    results = {check.name: check for check in doctor._ray(start=False)}
+    results = {check.name: check for check in doctor._check_ray(start=False)}
     assert set(results) == {"open files", "object store"} and not any(value.is_needed for value in results.values())
     monkeypatch.setattr("resource.getrlimit", lambda _: (1024, 65536))
     assert doctor._open_files().remedy == "ulimit -n 65536"
@@ -132,9 +132,9 @@ def test_what_ray_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.slow
 def test_ray_is_started_when_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    assert [check.state for check in doctor._ray(start=True)] == ["ok", "ok", "ok"]
+    assert [check.state for check in doctor._check_ray(start=True)] == ["ok", "ok", "ok"]
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", "/no/token")
-    wrong = list(doctor._ray(start=True))[-1]
+    wrong = list(doctor._check_ray(start=True))[-1]
     assert wrong.state == "broken" and "/no/token" in wrong.detail and wrong.remedy
 
 

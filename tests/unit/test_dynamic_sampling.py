@@ -19,8 +19,8 @@ from sfumato.rewards.scoring.scores import Scores
 from sfumato.rollout.batch import SampleRequest, requests_of
 from sfumato.rollout.oversampling.dynamic_sampling import (
     DynamicSampling,
-    differ,
     dynamic_sampling,
+    rewards_differ,
     sampling_metrics,
 )
 from sfumato.runtime.stream import RolloutStream
@@ -191,9 +191,9 @@ def test_optimiser_steps_hold_the_groups_that_teach_in_the_places_of_those_that_
 
 
 def test_spread():
-    assert differ(np.array([0.0, 1.0])) and differ(np.array([np.nan, 0.0, 1.0]))
+    assert rewards_differ(np.array([0.0, 1.0])) and rewards_differ(np.array([np.nan, 0.0, 1.0]))
     for values in ([0.5, 0.5], [0.1 + 0.2, 0.3], [0.1 + 0.2 - 0.3, 0.0], [np.nan, 1.0], [np.nan, np.nan], [1.0]):
-        assert not differ(np.array(values))
+        assert not rewards_differ(np.array(values))
 
 
 def settings(backend="in_process", ranks=1):

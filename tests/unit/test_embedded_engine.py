@@ -26,7 +26,7 @@ from sfumato.models.language.row_cache import cache_argument
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import Completion, EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.engines.embedded.forward import Forward
 from sfumato.rollout.engines.embedded.row_choice import choose_rows
@@ -91,7 +91,7 @@ def test_log_probs_are_those_of_one_forward_pass_before_and_after_updates(kind: 
     engine = EmbeddedEngine(module)
     for version in range(3):
         engine.version = version
-        result = complete(engine, requests, WARM)
+        result = complete_requests(engine, requests, WARM)
         assert farthest(module, requests, result, 0.7) < 1e-5
         assert {version for completion in result for version in completion.versions} == {version}
         assert all(len(sequence.token_ids) == len(sequence.log_probs) == len(sequence.versions) for sequence in result)
@@ -115,9 +115,9 @@ def test_a_cache_has_the_name_that_the_module_gives_it() -> None:
     module.load_state_dict(plain.state_dict())
     requests = make_requests()
     engine = EmbeddedEngine(module)
-    completions = complete(engine, requests, WARM)
+    completions = complete_requests(engine, requests, WARM)
     assert type(engine._rows).__name__ == "CachedRows"
-    assert completions == complete(EmbeddedEngine(plain), requests, WARM)
+    assert completions == complete_requests(EmbeddedEngine(plain), requests, WARM)
 
 
 @pytest.mark.parametrize(
@@ -136,16 +136,16 @@ def test_other_architectures_are_drawn_with_in_the_way_that_is_right(name: str, 
         module = AutoModelForCausalLM.from_config(tiny_config(name), attn_implementation="eager")
     requests = make_requests()
     engine = EmbeddedEngine(module, max_length=80)
-    result = complete(engine, requests, WARM)
+    result = complete_requests(engine, requests, WARM)
     assert type(engine._rows).__name__ == kind
     assert farthest(module, requests, result, 0.7) < 1e-5
     few = EmbeddedEngine(module, max_length=80, max_batch_size=3)
-    assert [sequence.token_ids for sequence in complete(few, requests, WARM)] == [
+    assert [sequence.token_ids for sequence in complete_requests(few, requests, WARM)] == [
         sequence.token_ids for sequence in result
     ]
     change(module, 1)
     engine.flush()
-    assert farthest(module, requests, complete(engine, requests, WARM), 0.7) < 1e-5
+    assert farthest(module, requests, complete_requests(engine, requests, WARM), 0.7) < 1e-5
 
 
 def test_a_model_that_looks_ahead_is_refused() -> None:
@@ -158,11 +158,11 @@ def test_a_model_that_looks_ahead_is_refused() -> None:
     module = make_module()
     module.__class__ = LooksAhead
     with pytest.raises(ConfigError, match="how many tokens follow"):
-        complete(EmbeddedEngine(module), make_requests(), WARM)
+        complete_requests(EmbeddedEngine(module), make_requests(), WARM)
 
     chat = EmbeddedEngine(module, max_length=80, is_for_training=False)  # where nothing is learned it may
     (request,) = make_requests(1, 1)
-    (answer,) = complete(chat, [request], Sampling(temperature=0))
+    (answer,) = complete_requests(chat, [request], Sampling(temperature=0))
     assert type(chat._rows).__name__ == "RecomputedRows"
     tokens = list(request.prompt_ids)
     for token in answer.token_ids:
@@ -215,20 +215,20 @@ def test_large_logits_are_rounded_by_their_size(dtype: torch.dtype) -> None:
     with torch.no_grad():
         module.lm_head.weight.mul_(25)  # log-probabilities down to about -100
     engine = EmbeddedEngine(module.to(dtype))
-    assert complete(engine, make_requests(1, 1), WARM)[0].token_ids
+    assert complete_requests(engine, make_requests(1, 1), WARM)[0].token_ids
     assert type(engine._rows).__name__ == "CachedRows"
 
 
 def test_long_prompts_are_computed_in_parts_and_in_half_precision() -> None:
     module, requests = make_module(), make_requests()
-    whole = complete(EmbeddedEngine(module), requests, WARM)
-    parts = complete(EmbeddedEngine(module, max_prefill_tokens=32), requests, WARM)
+    whole = complete_requests(EmbeddedEngine(module), requests, WARM)
+    parts = complete_requests(EmbeddedEngine(module, max_prefill_tokens=32), requests, WARM)
     assert [part.token_ids for part in parts] == [sequence.token_ids for sequence in whole]
     for engine in (
         EmbeddedEngine(copy.deepcopy(module).bfloat16()),
         EmbeddedEngine(module, around=lambda: torch.autocast("cpu", torch.bfloat16)),
     ):
-        result = complete(engine, requests, WARM)
+        result = complete_requests(engine, requests, WARM)
         assert type(engine._rows).__name__ == "CachedRows"
         assert 1e-3 < farthest(module, requests, result, 0.7) < 0.3
 
@@ -248,7 +248,7 @@ def test_float32_adapters_beside_a_model_in_bf16_are_drawn_with(tmp_path: Path) 
 
 def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
     requests = make_requests(max_new_tokens=40)
-    result = complete(EmbeddedEngine(make_module()), requests, WARM)
+    result = complete_requests(EmbeddedEngine(make_module()), requests, WARM)
     assert {output.finish_reason for output in result} == {"stop", "length"}
     for output in result:
         stops = [index for index, token in enumerate(output.token_ids) if token in WARM.stop_token_ids]
@@ -258,25 +258,28 @@ def test_completions_end_at_stop_tokens_and_at_their_limit() -> None:
 
 def test_completions_do_not_depend_on_the_batch() -> None:
     module, requests = make_module(), make_requests(groups=5, max_new_tokens=10)
-    whole = complete(EmbeddedEngine(module), requests, WARM)
+    whole = complete_requests(EmbeddedEngine(module), requests, WARM)
     assert len({tuple(sequence.token_ids) for sequence in whole}) == len(whole)
     for size in (1, 7):
-        other = complete(EmbeddedEngine(module, max_batch_size=size), requests[::-1], WARM)[::-1]
+        other = complete_requests(EmbeddedEngine(module, max_batch_size=size), requests[::-1], WARM)[::-1]
         assert [sequence.token_ids for sequence in other] == [sequence.token_ids for sequence in whole]
-    assert complete(EmbeddedEngine(module), requests, WARM) == whole
+    assert complete_requests(EmbeddedEngine(module), requests, WARM) == whole
 
 
 def test_what_was_interrupted_goes_on_as_if_it_had_not_been() -> None:
     module, requests = make_module(), make_requests()
     engine = EmbeddedEngine(module)
-    for request, whole in zip(requests, complete(engine, requests, WARM), strict=True):
+    for request, whole in zip(requests, complete_requests(engine, requests, WARM), strict=True):
         cut = len(whole.token_ids) // 2
         begun = [*request.prompt_ids, *whole.token_ids[:cut]]
         rest = replace(request, prompt_ids=begun, first_position=cut, max_new_tokens=24 - cut)
-        assert complete(engine, [rest], WARM)[0].token_ids == whole.token_ids[cut:]
+        assert complete_requests(engine, [rest], WARM)[0].token_ids == whole.token_ids[cut:]
         if cut:
             other = replace(rest, first_position=0)
-            assert complete(engine, [other], WARM)[0].token_ids != whole.token_ids[cut:] or len(whole.token_ids) < 6
+            assert (
+                complete_requests(engine, [other], WARM)[0].token_ids != whole.token_ids[cut:]
+                or len(whole.token_ids) < 6
+            )
 
 
 def test_an_update_in_the_middle_needs_a_flush() -> None:
@@ -321,7 +324,7 @@ def test_abort_hands_over_what_was_drawn() -> None:
 
     result = asyncio.run(aborted())
     assert [output.finish_reason for output in result] == ["abort"] * 4
-    whole = complete(EmbeddedEngine(make_module()), make_requests(n=1), Sampling())
+    whole = complete_requests(EmbeddedEngine(make_module()), make_requests(n=1), Sampling())
     for sequence, other in zip(result, whole, strict=True):
         assert sequence.token_ids == other.token_ids[: len(sequence.token_ids)]
     assert [bool(sequence.token_ids) for sequence in result] == [True, True, False, False]
@@ -351,7 +354,10 @@ def test_requests_join_and_others_run_in_between() -> None:
         return result
 
     result = asyncio.run(together())
-    alone = [complete(EmbeddedEngine(module), [one], Sampling())[0] for one in (first, replace(late, max_new_tokens=2))]
+    alone = [
+        complete_requests(EmbeddedEngine(module), [one], Sampling())[0]
+        for one in (first, replace(late, max_new_tokens=2))
+    ]
     assert [sequence.token_ids for sequence in result] == [sequence.token_ids for sequence in alone]
 
 
@@ -367,7 +373,7 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
         tasks[6].cancel()
         return [await task for index, task in enumerate(tasks) if index not in (1, 6)]
 
-    whole = complete(EmbeddedEngine(module), requests, Sampling())
+    whole = complete_requests(EmbeddedEngine(module), requests, Sampling())
     uncancelled = [sequence.token_ids for index, sequence in enumerate(whole) if index not in (1, 6)]
     assert [sequence.token_ids for sequence in asyncio.run(cancelled())] == uncancelled
 
@@ -375,16 +381,16 @@ def test_a_cancelled_request_leaves_the_others_alone() -> None:
 def test_without_memory_requests_wait_or_are_computed_again() -> None:
     module, requests = make_module(), make_requests(max_new_tokens=60)
     engine = EmbeddedEngine(module)
-    whole = complete(engine, requests, WARM)
+    whole = complete_requests(engine, requests, WARM)
     per_token = engine._prepared().bytes_per_token
     assert per_token == 2 * 2 * 2 * 8 * 4  # layers, keys and values, heads, their width, bytes
     small = EmbeddedEngine(module, cache_bytes=per_token * 3 * 128)
-    assert [sequence.token_ids for sequence in complete(small, requests, WARM)] == [
+    assert [sequence.token_ids for sequence in complete_requests(small, requests, WARM)] == [
         sequence.token_ids for sequence in whole
     ]
     request = GenerationRequest([5] * 40, 0, 60)
     with pytest.raises(ConfigError, match="sequence of 100 tokens take 32768 bytes, and cache_bytes is 24576"):
-        complete(EmbeddedEngine(module, cache_bytes=per_token * 96), [request], WARM)
+        complete_requests(EmbeddedEngine(module, cache_bytes=per_token * 96), [request], WARM)
 
 
 def test_out_of_memory_halves_the_batch() -> None:
@@ -399,12 +405,12 @@ def test_out_of_memory_halves_the_batch() -> None:
         yield
 
     module, requests = make_module(), make_requests()
-    whole = complete(EmbeddedEngine(module), requests, WARM)
+    whole = complete_requests(EmbeddedEngine(module), requests, WARM)
     engine = EmbeddedEngine(module, around=device)
     calls = -1000
-    complete(engine, requests[:1], WARM)  # the passes with which the engine chooses how it draws
+    complete_requests(engine, requests[:1], WARM)  # the passes with which the engine chooses how it draws
     calls = 0
-    assert [sequence.token_ids for sequence in complete(engine, requests, WARM)] == [
+    assert [sequence.token_ids for sequence in complete_requests(engine, requests, WARM)] == [
         sequence.token_ids for sequence in whole
     ]
     assert engine._max_batch_size < 16
@@ -414,9 +420,9 @@ def test_out_of_memory_halves_the_batch() -> None:
 def test_no_request_is_lost_where_rows_find_no_memory(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither those that join while the cache grows, nor those that end while other rows take their places."""
     module, requests = make_module(), make_requests()
-    whole = complete(EmbeddedEngine(module), requests, WARM)
+    whole = complete_requests(EmbeddedEngine(module), requests, WARM)
     engine = EmbeddedEngine(module)
-    complete(engine, requests[:1], WARM)
+    complete_requests(engine, requests[:1], WARM)
     engine._capacity = (0, 0)
     rows_class = type(engine._prepared())
     grow_or_move, failures = getattr(rows_class, part), []
@@ -450,23 +456,25 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         (GenerationRequest([5], 0, 2), Sampling(top_p=0.0), "top_p"),
     ):
         with pytest.raises(ConfigError, match=text):
-            complete(engine, [request], sampling)
+            complete_requests(engine, [request], sampling)
     with pytest.raises(ConfigError, match="300 is above the 256 positions"):
         EmbeddedEngine(module, max_length=300)
     with torch.no_grad():
         module.get_output_embeddings().weight[5] = torch.nan
     with pytest.raises(EngineError, match="not finite"):
-        complete(engine, [GenerationRequest([5], 0, 2)], WARM)
+        complete_requests(engine, [GenerationRequest([5], 0, 2)], WARM)
     engine.close()
     engine.close()
     with pytest.raises(EngineError, match="closed"):
-        complete(engine, [GenerationRequest([5], 0, 2)], WARM)
+        complete_requests(engine, [GenerationRequest([5], 0, 2)], WARM)
 
 
 def test_top_p_and_top_k_leave_tokens_out_and_scale_the_rest() -> None:
     module, requests = make_module(), make_requests()
     for sampling in (Sampling(0.9, top_p=0.6), Sampling(0.9, top_k=5), Sampling(0.9, top_p=0.7, top_k=8)):
-        for request, sequence in zip(requests, complete(EmbeddedEngine(module), requests, sampling), strict=True):
+        for request, sequence in zip(
+            requests, complete_requests(EmbeddedEngine(module), requests, sampling), strict=True
+        ):
             tokens = torch.tensor([[*request.prompt_ids, *sequence.token_ids]])
             with torch.no_grad():
                 logits = module(input_ids=tokens).logits[0, len(request.prompt_ids) - 1 : -1].double() / 0.9
@@ -495,12 +503,12 @@ def test_rescoring_gives_all_tokens_but_the_first() -> None:
 
 def test_memory_is_given_back() -> None:
     engine = EmbeddedEngine(make_module())
-    before = complete(engine, make_requests(), WARM)
+    before = complete_requests(engine, make_requests(), WARM)
     assert engine._rows._cache.layers
     engine.release()
     assert not engine._rows._cache.layers
     engine.restore()
-    assert complete(engine, make_requests(), WARM) == before
+    assert complete_requests(engine, make_requests(), WARM) == before
 
 
 def test_dropout_is_off_while_tokens_are_drawn() -> None:
@@ -510,14 +518,14 @@ def test_dropout_is_off_while_tokens_are_drawn() -> None:
         layer.self_attn.attention_dropout = 0.5
     module.train()
     requests = make_requests()
-    assert farthest(module, requests, complete(EmbeddedEngine(module), requests, WARM), 0.7) < 1e-5
+    assert farthest(module, requests, complete_requests(EmbeddedEngine(module), requests, WARM), 0.7) < 1e-5
     assert all(submodule.training for submodule in module.modules())
 
 
 def test_the_module_is_left_as_it_was() -> None:
     module = make_module()
     before = copy.deepcopy(module.state_dict()), module.config._attn_implementation
-    complete(EmbeddedEngine(module), make_requests(), WARM)
+    complete_requests(EmbeddedEngine(module), make_requests(), WARM)
     assert module.config._attn_implementation == before[1]
     assert all(torch.equal(value, before[0][name]) for name, value in module.state_dict().items())
     logits = module(input_ids=torch.tensor([[5, 6, 7]])).logits

@@ -35,7 +35,7 @@ def inputs(*, requires_grad: bool = True) -> tuple[list[torch.Tensor], torch.Ten
 @pytest.mark.parametrize("causal", [False, True])
 def test_segments_are_those_of_torch_one_by_one(causal: bool) -> None:
     tensors, bounds = inputs()
-    actual, _ = encoder_attention._attention(
+    actual, _ = encoder_attention._encoder_attention(
         nn.Module(), *tensors, None, scaling=0.3, cu_seq_lens_q=bounds, max_length_q=5, is_causal=causal
     )
     parts = [
@@ -56,7 +56,9 @@ def test_segments_are_those_of_torch_one_by_one(causal: bool) -> None:
 def test_what_would_change_scores_is_refused(setting: dict[str, float]) -> None:
     tensors, bounds = inputs()
     with pytest.raises(ConfigError, match=f"uses {next(iter(setting))}, unknown .* set model.attention to sdpa"):
-        encoder_attention._attention(nn.Module(), *tensors, None, cu_seq_lens_q=bounds, max_length_q=5, **setting)
+        encoder_attention._encoder_attention(
+            nn.Module(), *tensors, None, cu_seq_lens_q=bounds, max_length_q=5, **setting
+        )
 
 
 def test_a_gpu_computes_all_segments_in_one_call() -> None:
@@ -72,7 +74,7 @@ def test_a_gpu_computes_all_segments_in_one_call() -> None:
         query, key, value = (torch.empty(1, 2, 24, 20, device="meta", dtype=torch.bfloat16) for _ in range(3))
         bounds = torch.empty(9, dtype=torch.int64, device="meta")
         with mock.patch.object(torch.ops.aten, "_flash_attention_forward", noted):
-            result, _ = encoder_attention._attention(
+            result, _ = encoder_attention._encoder_attention(
                 nn.Module(), query, key, value, None, cu_seq_lens_q=bounds, max_length_q=5
             )
     assert result.shape == (1, 24, 2, 20) and result.dtype == torch.bfloat16

@@ -172,14 +172,14 @@ def test_a_damaged_newest_is_named_and_passed_over(tmp_path):
 
 def test_a_checkpoint_that_the_disk_cannot_read_is_passed_over(tmp_path, monkeypatch):
     make(tmp_path, 1, 2)
-    digest = envelope._sha256
+    digest = envelope._hash_file
 
     def read(path: Path) -> str:
         if path.parent.name == "global_step_2":
             raise OSError(errno.EIO, "Input/output error", str(path))
         return digest(path)
 
-    monkeypatch.setattr(envelope, "_sha256", read)
+    monkeypatch.setattr(envelope, "_hash_file", read)
     said = []
     assert newest_intact(list_checkpoints(tmp_path), said.append) == (1, tmp_path / "global_step_1")
     assert "Input/output error" in said[0]

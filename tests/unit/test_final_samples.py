@@ -314,7 +314,9 @@ def test_levels_outside_the_schedule_are_refused(wrong):
 
 
 def test_a_stratum_that_rounds_up_to_its_end_draws_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sfumato.algorithms.timesteps._strata", lambda *_: torch.tensor([[0.0, 1.0]]).double())
+    monkeypatch.setattr(
+        "sfumato.algorithms.timesteps._draw_stratified_uniforms", lambda *_: torch.tensor([[0.0, 1.0]]).double()
+    )
     sigmas = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
     drawn = SamplerGrid(num=2, stratified=True).draw(sigmas, 1, 2, [5])
     assert drawn.tolist() == [[1.0, 0.25]], "of the sampler's levels, without the 0 that it ends at"

@@ -21,7 +21,7 @@ from sfumato.models.diffusion.load import build_diffusion_model
 from sfumato.models.language.load import build_language_model
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh, build_mesh, close_mesh
-from sfumato.parallel.shards import local, trainable_parameters
+from sfumato.parallel.shards import local_shard, trainable_parameters
 from tests import tiny_families
 from tests.pretended_device import DEVICE, PretendedDevice, pretend_device
 from tests.token_batches import batch, samples
@@ -57,7 +57,7 @@ def velocities(family: str, folder: Path, mesh: Mesh, **train: Any) -> tuple[tor
     velocity = model.predict_velocity(to_device(latents, mesh.device), to_device(sigma, mesh.device), example)
     velocity.square().sum().backward()
     parameters = trainable_parameters(model.denoiser)
-    return velocity.detach(), {name: local(weight.grad) for name, weight in parameters.items()}
+    return velocity.detach(), {name: local_shard(weight.grad) for name, weight in parameters.items()}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -80,7 +80,9 @@ def test_a_language_model_with_biases_of_routers_waits_in_cpu_memory(tmp_path: P
     model.parallelize(mesh, train)
     loss = model.forward_backward([batch(samples())], sum_of_losses)[0]
     weights = trainable_parameters(model.trained)
-    assert not any(device.holds(local(weight)) or device.holds(local(weight.grad)) for weight in weights.values())
+    assert not any(
+        device.holds(local_shard(weight)) or device.holds(local_shard(weight.grad)) for weight in weights.values()
+    )
     assert device.holds(dict(model.trained.named_buffers())["model.layers.1.mlp.gate.e_score_correction_bias"])
     assert loss > 0 and model.balancer.update()
 

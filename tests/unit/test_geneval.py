@@ -6,7 +6,7 @@ import torch
 
 from sfumato.errors import DataError
 from sfumato.rewards.base import Sample
-from sfumato.rewards.detections import Detection, is_correct, keep_confident, read_requirements, relations
+from sfumato.rewards.detections import Detection, is_correct, keep_confident, read_requirements, relative_positions
 from sfumato.rewards.geneval import GenEval
 from sfumato.rewards.networks.detector import Detector, load_colours
 from tests.tiny_reward_models import write_clip
@@ -59,10 +59,10 @@ def test_the_protocol(name):
 
 
 def test_relations_need_a_clear_offset():
-    assert relations(dog(0, 0), dog(1, 0), 0.1) == set()
-    assert relations(dog(0, 0), dog(50, 0), 0.1) == {"left of"}
-    assert relations(dog(50, 50), dog(0, 0), 0.1) == {"right of", "below"}
-    assert relations(dog(0, 0), dog(0, 30), 0.1) == {"above"}
+    assert relative_positions(dog(0, 0), dog(1, 0), 0.1) == set()
+    assert relative_positions(dog(0, 0), dog(50, 0), 0.1) == {"left of"}
+    assert relative_positions(dog(50, 50), dog(0, 0), 0.1) == {"right of", "below"}
+    assert relative_positions(dog(0, 0), dog(0, 30), 0.1) == {"above"}
 
 
 @pytest.mark.parametrize(

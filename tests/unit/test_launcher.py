@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from sfumato import launcher
-from sfumato.launcher import End, verdict
+from sfumato.launcher import End, summarise_ends
 from tests.tiny import ROOT
 
 TELL = """
@@ -201,7 +201,7 @@ end(8, "stopped: rank 0 has waited", "hang", "Traceback of rank 0")
 
 @pytest.mark.parametrize("code", [2, 3, 4, 5, 6, 7, 8, 130, 143])
 def test_every_exit_code_is_that_of_the_run(code):
-    assert verdict([End(rank, code, "error: a mistake", at=1.0 + rank) for rank in (0, 1)]) == (
+    assert summarise_ends([End(rank, code, "error: a mistake", at=1.0 + rank) for rank in (0, 1)]) == (
         code,
         "error: a mistake",
     )
@@ -211,6 +211,6 @@ def test_of_several_causes_the_first_counts():
     lost = End(0, 8, "lost", "lost", at=1.0)
     late, early = End(1, 4, "late", at=3.0), End(2, 5, "early", at=2.0)
     killed = End(3, 8, kind="killed")
-    assert verdict([lost, late, early, killed]) == (5, "rank 2: early")
-    assert verdict([lost, killed]) == (8, "lost")
-    assert verdict([End(0, 0), End(1, 0)]) == (0, "")
+    assert summarise_ends([lost, late, early, killed]) == (5, "rank 2: early")
+    assert summarise_ends([lost, killed]) == (8, "lost")
+    assert summarise_ends([End(0, 0), End(1, 0)]) == (0, "")

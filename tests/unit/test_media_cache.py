@@ -179,12 +179,12 @@ def test_stale_media_are_never_used(tmp_path: Path) -> None:
     limited = file_config(tmp_path, data={"data_type": {"max_pixels": 256}})
     other = opened(limited)[2].reader
     assert fingerprint_of_media(other) != fingerprint_of_media(cache.reader)
-    print_of = media_cache._version
+    print_of = media_cache._package_version
     try:
-        media_cache._version = lambda name: f"{print_of(name)}x" if name == "pillow" else print_of(name)
+        media_cache._package_version = lambda name: f"{print_of(name)}x" if name == "pillow" else print_of(name)
         assert fingerprint_of_media(cache.reader) != cache.folder.name.removeprefix("media_")
     finally:
-        media_cache._version = print_of
+        media_cache._package_version = print_of
     assert fingerprint_of_media(cache.reader) == cache.folder.name.removeprefix("media_")
 
 

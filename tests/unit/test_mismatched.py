@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from sfumato.data.files.mismatched import mismatched
+from sfumato.data.files.mismatched import mismatch_answers
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.packing import make_batch
 from sfumato.parallel.layout import Layout
@@ -39,7 +39,7 @@ def test_each_prompt_has_the_answer_of_the_sample_before(packed):
         make_batch([samples[2], samples[0]], [12, 10], [0, 0], packed, 0, 2),
         make_batch([samples[1]], [11], [0], packed, 0, 2),
     ]
-    first, second = mismatched(batches, ALONE, 64, 0)
+    first, second = mismatch_answers(batches, ALONE, 64, 0)
     assert documents(first) == [([300, 250, 9], [250]), ([100, 101, 350, 351, 9], [350, 351])]
     assert documents(second) == [([200, 201, 202, 203, 150, 151, 152, 9], [150, 151, 152])]
     assert first.sample_ids == [12, 10] and first.input_ids.shape[0] == (1 if packed else 2)
@@ -50,6 +50,6 @@ def test_long_answers_are_cut_and_placeholders_stay():
         make_batch([sample(1, 5, 9), sample(2, 6, 1)], [0, 1], [0, 0], True, 0, 2),
         make_batch([], [], [], True, 0, 2),
     ]
-    result, nothing = mismatched(batches, ALONE, 8, 0)
+    result, nothing = mismatch_answers(batches, ALONE, 8, 0)
     assert documents(result)[1] == ([200, 201, 202, 203, 204, 205, 150, 151], [150, 151])
     assert not nothing.document_lengths and nothing.input_ids.shape == (1, 2)

@@ -13,7 +13,7 @@ from sfumato.checkpoint.saving import Saving
 from sfumato.checkpoint.state import TrainState, load_state
 from sfumato.config.dit import DitTrainConfig
 from sfumato.errors import ConfigError
-from sfumato.optim.muon import Muon, hidden_matrices, orthogonalised
+from sfumato.optim.muon import Muon, hidden_matrices, orthogonalise
 from sfumato.optim.optimizer import build_optimizer
 from tests.dist.cases import CASES, build, make_mesh
 from tests.tiny import DEVICE
@@ -99,7 +99,7 @@ def newton_schulz(matrix: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("shape", [(20, 20), (8, 40), (40, 8), (5, 12, 9), (3, 9, 12)])
 def test_singular_values_become_about_one(shape):
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    result = orthogonalised(matrices)
+    result = orthogonalise(matrices)
     assert result.shape == shape
     values = torch.linalg.svdvals(result)
     assert values.max() < 1.3
@@ -107,12 +107,12 @@ def test_singular_values_become_about_one(shape):
     assert values[wide].min() > 0.6
     if len(shape) == 3:  # each expert on its own
         for matrix, orthogonal in zip(matrices, result, strict=True):
-            torch.testing.assert_close(orthogonalised(matrix), orthogonal, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(orthogonalised(matrices.mT), result.mT, rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(orthogonalise(matrix), orthogonal, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(orthogonalise(matrices.mT), result.mT, rtol=1e-4, atol=1e-5)
 
 
 def test_a_matrix_of_zeros_stays_finite():
-    assert torch.equal(orthogonalised(torch.zeros(3, 4)), torch.zeros(3, 4))
+    assert torch.equal(orthogonalise(torch.zeros(3, 4)), torch.zeros(3, 4))
 
 
 def test_what_is_hidden_in_a_language_model():

@@ -24,7 +24,7 @@ from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.kinds.base import LengthLimits, request_seed
 from sfumato.rollout.oversampling.partial import OverSampling
@@ -104,7 +104,7 @@ def test_groups_end_in_the_order_of_their_tokens(tmp_path: Path) -> None:
             seed = request_seed(bench.config.train.seed, "rollout", number // P, number % P * N + member)
             requests.append((prompt_id, GenerationRequest(bench.prompts[prompt_id].token_ids, seed, 16)))
     first = bench.draw(1)
-    alone = complete(bench.engine, [request for _, request in requests], SAMPLING)  # by the same weights
+    alone = complete_requests(bench.engine, [request for _, request in requests], SAMPLING)  # by the same weights
     lengths = np.array([len(sequence.token_ids) for sequence in alone]).reshape(M, N)
     ends = lengths.max(axis=1)
     order = sorted(range(M), key=lambda number: (ends[number], number))

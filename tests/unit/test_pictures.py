@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from sfumato.data.files.file_columns import find_file, find_frames
-from sfumato.data.media.pictures import check_image, fitted, frames_of, framing_of, read_image
+from sfumato.data.media.pictures import check_image, fit_image, frames_of, framing_of, read_image
 from sfumato.data.media.videos import UNREADABLE, read_frames
 from sfumato.errors import DataError
 
@@ -117,8 +117,8 @@ def test_an_image_is_cut_or_stretched_to_its_size() -> None:
     wide = np.zeros((10, 40, 3), np.uint8)
     wide[:, 15:25] = 255
     image = Image.fromarray(wide)
-    assert (fitted(image, 10, 10) == 255).all()
-    assert 0 < fitted(image, 10, 10, "none").mean() < 128
+    assert (fit_image(image, 10, 10) == 255).all()
+    assert 0 < fit_image(image, 10, 10, "none").mean() < 128
 
 
 @pytest.mark.parametrize("size", [(10, 40), (40, 10), (37, 53), (16, 16), (200, 301)])

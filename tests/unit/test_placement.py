@@ -111,7 +111,7 @@ class Asked:
 def two_machines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two machines, of which one is partly taken."""
     free = [Machine("a" * 56, "alfa", *of(2, 2)), Machine("b" * 56, "bravo", *of(3, 1))]
-    monkeypatch.setattr(placement, "machines", lambda: free)
+    monkeypatch.setattr(placement, "list_machines", lambda: free)
     monkeypatch.setattr(placement, "check_addresses", lambda _: None)
     monkeypatch.setattr(placement, "LOOK_S", 0.01)
 
@@ -177,11 +177,11 @@ def test_a_process_is_killed_when_it_is_the_one_that_is_meant() -> None:
     sleeper = subprocess.Popen(["sleep", "600"])
     try:
         born = process_birth(sleeper.pid)
-        process_module._kill(sleeper.pid, f"{born}1", 0.0)
+        process_module._kill_after(sleeper.pid, f"{born}1", 0.0)
         assert sleeper.poll() is None
-        process_module._kill(sleeper.pid, born, 0.0)
+        process_module._kill_after(sleeper.pid, born, 0.0)
         assert sleeper.wait(10) == -signal.SIGKILL
-        process_module._kill(sleeper.pid, born, 0.0)  # it has gone already
+        process_module._kill_after(sleeper.pid, born, 0.0)  # it has gone already
     finally:
         sleeper.kill()
 

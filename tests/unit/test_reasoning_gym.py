@@ -18,7 +18,7 @@ from sfumato.data.text.prompts import load_text_prompts
 from sfumato.errors import ConfigError, DataError, MissingDependencyError
 from sfumato.models.language.load import build_byte_tokenizer
 from sfumato.rewards.base import Sample
-from sfumato.rewards.reasoning import ReasoningGym, _folders, verifier
+from sfumato.rewards.reasoning import ReasoningGym, _package_folders, verifier
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.sandbox.sandbox import SandboxError
 
@@ -29,7 +29,7 @@ def gym(monkeypatch):
     folder = os.environ.get("SFUMATO_REASONING_GYM", "")
     if folder and (Path(folder) / "reasoning_gym").is_dir():
         monkeypatch.setattr(sys, "path", [*sys.path, folder])
-    _folders.cache_clear()
+    _package_folders.cache_clear()
     return pytest.importorskip(
         "reasoning_gym",
         reason="reasoning-gym is not installed: set SFUMATO_REASONING_GYM to the folder of pip --target",

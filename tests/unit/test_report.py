@@ -15,7 +15,7 @@ import pytest
 
 from sfumato.errors import DataError
 from sfumato.tracking.charts import LIGHT, stand_in
-from sfumato.tracking.curves import curve_svg, find_ticks, format_ticks, smooth, unit_of
+from sfumato.tracking.curves import curve_svg, find_ticks, format_ticks, smooth_values, unit_of
 from sfumato.tracking.json_lines import JsonLines, series_of
 from sfumato.tracking.report import write_report
 from sfumato.tracking.report_curves import group_by_prefix
@@ -216,10 +216,10 @@ def test_only_long_curves_are_smoothed(tmp_path):
 
 
 def test_smooth_keeps_constants_and_trends_and_length():
-    np.testing.assert_allclose(smooth(np.full(31, 3.0)), 3.0)
+    np.testing.assert_allclose(smooth_values(np.full(31, 3.0)), 3.0)
     line = np.arange(100.0)
-    np.testing.assert_allclose(smooth(line)[10:-10], line[10:-10])
-    assert smooth(line).shape == line.shape
+    np.testing.assert_allclose(smooth_values(line)[10:-10], line[10:-10])
+    assert smooth_values(line).shape == line.shape
 
 
 def test_grid_has_a_column_for_each_chosen_step_and_a_row_for_each_sample(tmp_path):

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scoring.one_reward import ScoreCache, digest
+from sfumato.rewards.scoring.one_reward import ScoreCache, digest_samples
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.tracking.waveforms import Waveform
 
@@ -86,10 +86,10 @@ def test_everything_that_a_reward_sees_counts_and_the_group_number_does_not():
     changed = {name for other in others for name, value in vars(other).items() if value is not getattr(base, name)}
     fields = {field.name for field in dataclasses.fields(Sample)}
     assert changed == fields - {"group_id", "damage", "scores"}, "a field of a sample that is new here"
-    digests = [digest([changed_sample]) for changed_sample in [base, *others]]
+    digests = [digest_samples([changed_sample]) for changed_sample in [base, *others]]
     assert len(set(digests)) == len(digests) and all(len(digest) == 16 for digest in digests)
-    assert digest([dataclasses.replace(base, group_id=5, image=base.image.copy())]) == digests[0]
-    assert digest([base, others[0]]) != digest([others[0], base])
+    assert digest_samples([dataclasses.replace(base, group_id=5, image=base.image.copy())]) == digests[0]
+    assert digest_samples([base, others[0]]) != digest_samples([others[0], base])
 
 
 def test_equal_samples_are_scored_once_in_a_batch_and_over_batches():

@@ -16,7 +16,7 @@ from sfumato.config.load import load_config
 from sfumato.config.yaml_text import config_text
 from sfumato.errors import ConfigError, RewardError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scoring.combinations import FunctionCombination, Minimum, WeightedSum, normalised
+from sfumato.rewards.scoring.combinations import FunctionCombination, Minimum, WeightedSum, normalise_values
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.scoring.scores import Scores
 from sfumato.tracking.samples import read_samples, save_samples
@@ -60,31 +60,31 @@ def b(**fields):
 
 def test_group_normalisation_is_a_z_score_among_what_was_scored():
     spread = math.sqrt(2 / 3)
-    got = normalised(np.array(FIRST), "group", np.array(GROUPS))
+    got = normalise_values(np.array(FIRST), "group", np.array(GROUPS))
     np.testing.assert_allclose(got, [-1 / spread, 0, 1 / spread, 0, 0, 0])
-    got = normalised(np.array(SECOND), "group", np.array(GROUPS))
+    got = normalise_values(np.array(SECOND), "group", np.array(GROUPS))
     np.testing.assert_allclose(got, [-1, 1, NAN, 1 / spread, 0, -1 / spread])
 
 
 def test_batch_normalisation_is_over_all_and_a_range_becomes_0_to_1():
     scored = np.array([0.0, 10, 30, 20, 10])
     expected = (np.array(SECOND) - scored.mean()) / scored.std()
-    np.testing.assert_allclose(normalised(np.array(SECOND), "batch", np.array(GROUPS)), expected)
-    np.testing.assert_allclose(normalised(np.array(SECOND), (10.0, 30.0), None), [-0.5, 0, NAN, 1, 0.5, 0])
+    np.testing.assert_allclose(normalise_values(np.array(SECOND), "batch", np.array(GROUPS)), expected)
+    np.testing.assert_allclose(normalise_values(np.array(SECOND), (10.0, 30.0), None), [-0.5, 0, NAN, 1, 0.5, 0])
 
 
 @pytest.mark.parametrize("how", ["group", "batch"])
 def test_values_without_spread_become_0_and_tiny_spread_is_not_blown_up(how):
     groups = np.zeros(3, int)
     for rounded in (0.1 + 0.2, 0.3):
-        assert normalised(np.array([0.3, rounded, 0.3]), how, groups).tolist() == [0, 0, 0]
-    assert normalised(np.array([NAN, 7.0, NAN]), how, groups)[1] == 0
-    assert np.isnan(normalised(np.full(3, NAN), how, groups)).all()
-    assert np.abs(normalised(np.array([0.0, 1e-9, -1e-9]), how, groups)).max() < 2e-3
+        assert normalise_values(np.array([0.3, rounded, 0.3]), how, groups).tolist() == [0, 0, 0]
+    assert normalise_values(np.array([NAN, 7.0, NAN]), how, groups)[1] == 0
+    assert np.isnan(normalise_values(np.full(3, NAN), how, groups)).all()
+    assert np.abs(normalise_values(np.array([0.0, 1e-9, -1e-9]), how, groups)).max() < 2e-3
 
 
 def test_samples_of_no_iteration_are_not_standardised():
-    assert normalised(np.array(FIRST), "group", None).tolist() == FIRST
+    assert normalise_values(np.array(FIRST), "group", None).tolist() == FIRST
     scores = Scorer([a(normalise="batch"), b(normalise=(0.0, 10.0))]).score(samples(a=FIRST, b=SECOND))
     np.testing.assert_allclose(scores.total, np.array(FIRST) + np.array(SECOND) / 10)
 
@@ -174,7 +174,7 @@ def test_a_function_that_is_not_there_is_named_before_the_run(tmp_path):
 
 def test_group_normalisation_and_gdpo_agree_before_the_batch_norm():
     rewards = {"a": np.array(FIRST), "b": np.array([0.0, 10, 3, 30, 20, 10])}
-    total = sum(normalised(reward, "group", np.array(GROUPS)) for reward in rewards.values())
+    total = sum(normalise_values(reward, "group", np.array(GROUPS)) for reward in rewards.values())
     tensors = {name: torch.from_numpy(reward) for name, reward in rewards.items()}
     gdpo = GDPO().compute(torch.from_numpy(total), torch.tensor(GROUPS), tensors, {"a": 1.0, "b": 1.0})
     np.testing.assert_allclose(gdpo.values, (total - total.mean()) / total.std(), rtol=1e-6, atol=1e-7)

@@ -353,7 +353,7 @@ def test_pixels_with_gradient_have_the_same_score(folders, name):
 def test_hpsv3_rates_at_its_token_with_plainly_counted_positions(folders):
     from transformers import AutoTokenizer, Qwen2VLConfig, Qwen2VLImageProcessorPil, Qwen2VLModel
 
-    from sfumato.rewards.networks.hpsv3 import resize
+    from sfumato.rewards.networks.hpsv3 import resize_image
 
     folder = folders["hpsv3"]
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -370,7 +370,7 @@ def test_hpsv3_rates_at_its_token_with_plainly_counted_positions(folders):
     w = Weights(tensors, "rm_head.")
     expected = []
     for sample in samples():
-        pixels = Qwen2VLImageProcessorPil()(resize(sample.image), return_tensors="pt")
+        pixels = Qwen2VLImageProcessorPil()(resize_image(sample.image), return_tensors="pt")
         count = int(pixels.image_grid_thw.prod()) // 4
         question = tiny.INSTRUCTION.format(text_prompt=sample.prompt)
         text = (
@@ -396,9 +396,9 @@ def test_hpsv3_rates_at_its_token_with_plainly_counted_positions(folders):
      ((30, 40), (392, 532))],
 )  # fmt: skip
 def test_hpsv3_scales_images_to_about_200704_pixels(size, scaled):
-    from sfumato.rewards.networks.hpsv3 import resize
+    from sfumato.rewards.networks.hpsv3 import resize_image
 
-    assert resize(np.zeros((*size, 3), np.uint8)).size == scaled[::-1]
+    assert resize_image(np.zeros((*size, 3), np.uint8)).size == scaled[::-1]
 
 
 def test_hpsv3_refuses_prompts_that_hold_tokens_of_the_model(folders):

@@ -28,7 +28,7 @@ from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import SampleRequest
 from sfumato.rollout.debug.dumps import dump_path, read_dump
 from sfumato.rollout.engines.base import EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.engines.embedded.rows import CachedRows, RecomputedRows
 from sfumato.rollout.engines.served.http_server import NOT_SENT
@@ -97,7 +97,7 @@ def draw(model: Any, prompts: list[TextPrompt], most: int = 9, **settings: Any) 
         GenerationRequest(sequence.token_ids, seed, most, images=sequence.images) for seed, sequence in enumerate(asked)
     ]
     stop = tuple(model.vision.reader.media_tokens())
-    result = complete(engine, requests, Sampling(stop_token_ids=stop))
+    result = complete_requests(engine, requests, Sampling(stop_token_ids=stop))
     assert isinstance(engine._rows, CachedRows if model.row_layout.rows == "packed" else RecomputedRows | CachedRows)
     return [
         TokenSequence(**vars(single_turn(prompt.token_ids, *parts)) | {"images": prompt.images})
@@ -145,7 +145,7 @@ def test_a_prompt_is_encoded_once_for_its_group(seen: tuple[Any, list[TextPrompt
     requests = [
         GenerationRequest(prompt.token_ids, seed, 4, images=prompt.images) for seed in range(4) for prompt in prompts
     ]
-    complete(engine, requests, Sampling())
+    complete_requests(engine, requests, Sampling())
     assert sum(counts) == sum(len(prompt.images.shapes) for prompt in prompts if prompt.images is not None)
 
 

@@ -17,7 +17,7 @@ from sfumato.errors import OffloadedError
 from sfumato.optim.ema import Ema
 from sfumato.optim.optimizer import build_optimizer
 from sfumato.parallel.shards import trainable_parameters
-from sfumato.runtime.memory import RoleMemory, _plain, _state_tensors
+from sfumato.runtime.memory import RoleMemory, _plain_tensors, _state_tensors
 from tests.dist.cases import CASES, build, make_mesh
 
 CPU = torch.device("cpu")
@@ -70,7 +70,7 @@ def trained(
         optimizer.zero_grad()
         ema.update()
     tensors = [*module.parameters(), *module.buffers(), *ema.averages.values()]
-    tensors += [plain for state_tensor in _state_tensors(optimizer) for plain in _plain(state_tensor)]
+    tensors += [plain for state_tensor in _state_tensors(optimizer) for plain in _plain_tensors(state_tensor)]
     return [tensor.detach().clone() for tensor in tensors], memory
 
 
@@ -79,7 +79,9 @@ def there_and_back(memory: RoleMemory) -> None:
     assert memory.away == ["parameters", "optimizer", "average"]
     assert all(parameter.untyped_storage().nbytes() == 0 for parameter in memory.module.parameters())
     assert all(
-        plain.untyped_storage().nbytes() == 0 for part in _state_tensors(memory.optimizer) for plain in _plain(part)
+        plain.untyped_storage().nbytes() == 0
+        for part in _state_tensors(memory.optimizer)
+        for plain in _plain_tensors(part)
     )
     brought = memory.before_update()
     assert memory.away == ["optimizer"]

@@ -424,7 +424,7 @@ def test_the_filter_allows_and_refuses_what_it_says():
                 holds = {0x15: value == operand, 0x35: value >= operand, 0x45: bool(value & operand)}[code]
                 place += yes if holds else no
 
-    program = kernel._filter(list(kernel.REFUSED.values()))
+    program = kernel._seccomp_filter(list(kernel.REFUSED.values()))
     allow, refuse, kill = 0x7FFF0000, 0x00050001, 0x80000000
     assert all(verdict(number) == refuse for number in kernel.REFUSED.values())
     assert [verdict(41, family) for family in (1, 2, 10, 16, 40)] == [allow, refuse, refuse, refuse, refuse]

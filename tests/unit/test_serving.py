@@ -15,7 +15,7 @@ from sfumato.rewards.http import wire
 from sfumato.rewards.http.chat_completions import decode_reply
 from sfumato.serving import connections
 from sfumato.serving.bounded_json import JSONLimitError, load_json
-from sfumato.serving.connections import max_connections, network_of, trust, uvicorn_config
+from sfumato.serving.connections import max_connections, network_of, trust_connection, uvicorn_config
 from sfumato.serving.outgoing import BadAnswerError
 from sfumato.serving.requests import ByteBudget, RefusedRequestError, RequestGuard, host_of, read_body
 from tests.reward_servers import noise_samples
@@ -68,7 +68,7 @@ def test_requests_for_other_hosts_and_of_web_pages_are_refused():
 
 
 async def hello(scope, receive, send):
-    trust(scope)
+    trust_connection(scope)
     if scope["method"] == "POST":
         try:
             from starlette.requests import Request

@@ -11,7 +11,7 @@ import pytest
 
 from sfumato.errors import ConfigError
 from sfumato.tracking import shared_folder
-from sfumato.tracking.shared_folder import Token, answer, check_shared
+from sfumato.tracking.shared_folder import Token, answer_token, check_shared
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_shared_folder_is_left_as_it_was(tmp_path: Path) -> None:
     token = Token(tmp_path / "runs" / "one")
-    answers = {who: answer(token.folder, token.name, who) for who in ("rank 0", "rank 1")}
+    answers = {who: answer_token(token.folder, token.name, who) for who in ("rank 0", "rank 1")}
     assert token.refusal(answers) == ""
     token.close()
     assert token.folder.is_dir() and not list(token.folder.iterdir())
@@ -32,9 +32,9 @@ def test_a_machine_that_does_not_see_the_folder_or_another_one_is_named(tmp_path
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / token.name).touch()  # the machine sees the token, and its own answer is not seen
     answers = {
-        "rank 1": ("bravo", answer(tmp_path / "none", token.name, "rank 1")[1]),
-        "rank 2": ("carol", answer(tmp_path / "other", token.name, "rank 2")[1]),
-        "rank 3": answer(token.folder, token.name, "rank 3"),
+        "rank 1": ("bravo", answer_token(tmp_path / "none", token.name, "rank 1")[1]),
+        "rank 2": ("carol", answer_token(tmp_path / "other", token.name, "rank 2")[1]),
+        "rank 3": answer_token(token.folder, token.name, "rank 3"),
     }
     text = token.refusal(answers)
     assert text.startswith(f"train.output_dir {tmp_path}/runs/one: bravo (rank 1) does not see what the first process")

@@ -12,7 +12,7 @@ from sfumato.parallel.layout import Layout
 from sfumato.parallel.mesh import Mesh
 from sfumato.tracking.json_lines import Series, series_of
 from sfumato.tracking.report import write_report
-from sfumato.tracking.reward_hacking import change, signs_of_hacking
+from sfumato.tracking.reward_hacking import measure_change, signs_of_hacking
 from sfumato.tracking.run import Run
 
 WATCHED, HELD_OUT, VELOCITY = "eval/reward/tesseract", "eval/reward/total", "eval/velocity/rms"
@@ -81,7 +81,7 @@ def test_noise_alone_is_hardly_ever_a_sign() -> None:
 
 def test_change_has_the_standard_error_of_its_noise() -> None:
     rng = np.random.default_rng(0)
-    results = [change(0.1 * np.arange(12) + rng.normal(size=12)) for _ in range(2000)]
+    results = [measure_change(0.1 * np.arange(12) + rng.normal(size=12)) for _ in range(2000)]
     changes, errors = np.array(results).T
     assert changes.mean() == pytest.approx(0.8, abs=0.05), "between the means of the first and the last four"
     assert np.sqrt(np.square(errors).mean()) == pytest.approx(changes.std(), rel=0.05)

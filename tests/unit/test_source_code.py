@@ -12,7 +12,14 @@ import pytest
 
 from sfumato.errors import ConfigError
 from sfumato.tracking import source_code
-from sfumato.tracking.source_code import CODE, SourceWatch, check_same_code, code_digest, describe_difference, versions
+from sfumato.tracking.source_code import (
+    CODE,
+    SourceWatch,
+    check_same_code,
+    code_digest,
+    describe_difference,
+    package_versions,
+)
 from tests.tiny import run_task_here, tiny_dit_config
 
 
@@ -56,7 +63,7 @@ def test_the_digest_is_of_names_and_contents_at_the_first_call(package: Path) ->
 
 
 def test_machines_with_other_code_or_versions_are_named() -> None:
-    same = versions()
+    same = package_versions()
     check_same_code(GatheringMesh(same))
     with pytest.raises(ConfigError, match=rf"second-host has {CODE} 0123 \({same[CODE]} here\)\. Install"):
         check_same_code(GatheringMesh({**same, CODE: "0123"}))

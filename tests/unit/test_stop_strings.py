@@ -17,7 +17,7 @@ from sfumato.models.language.parts import build_byte_tokenizer
 from sfumato.rollout.debug.dumps import read_dump
 from sfumato.rollout.engines import sglang, vllm
 from sfumato.rollout.engines.base import Completion, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.engine import EmbeddedEngine
 from sfumato.rollout.kinds.base import LengthLimits, SampleKeys
 from sfumato.rollout.kinds.environment import Environment
@@ -66,7 +66,7 @@ def test_few_tokens_are_looked_at():
 
 def drawn_text_stop(module, requests):
     """A text of two letters that some of the completions hold, and what is drawn without it."""
-    free = complete(EmbeddedEngine(module), requests, Sampling())
+    free = complete_requests(EmbeddedEngine(module), requests, Sampling())
     texts = [decode(sequence.token_ids) for sequence in free]
     stop = next(text[5:7] for text in texts if "\ufffd" not in text[5:7])
     return (stop,), free
@@ -75,7 +75,7 @@ def drawn_text_stop(module, requests):
 def test_the_embedded_engine_ends_with_the_token_that_completes_a_text():
     module, requests = make_module(), make_requests()
     stop, free = drawn_text_stop(module, requests)
-    result = complete(EmbeddedEngine(module, decode=decode), requests, Sampling(stop=stop))
+    result = complete_requests(EmbeddedEngine(module, decode=decode), requests, Sampling(stop=stop))
     num_stopped = 0
     for output, other in zip(result, free, strict=True):
         place = first_end(BYTES, other.token_ids, stop)
@@ -99,7 +99,7 @@ def test_a_text_that_an_interruption_cuts_in_two_is_found():
             request, prompt_ids=[*request.prompt_ids, *before], first_position=place,
             max_new_tokens=request.max_new_tokens - place,
         )  # fmt: skip
-        (result,) = complete(engine, [rest], Sampling(stop=stop))
+        (result,) = complete_requests(engine, [rest], Sampling(stop=stop))
         assert result.token_ids == [whole.token_ids[place]] and result.finish_reason == "stop"
         tried += 1
     assert tried
@@ -124,7 +124,7 @@ def test_rows_with_other_texts_share_a_batch():
 
 def test_an_engine_without_a_tokenizer_refuses_texts():
     with pytest.raises(ConfigError, match="need an engine that was given a tokenizer's decode"):
-        complete(EmbeddedEngine(make_module()), make_requests(n=1), Sampling(stop=("a",)))
+        complete_requests(EmbeddedEngine(make_module()), make_requests(n=1), Sampling(stop=("a",)))
 
 
 def test_engines_elsewhere_are_told_by_their_own_names():

@@ -21,7 +21,7 @@ from sfumato.studio.secrets import hide_in_text, hide_secrets
 from sfumato.studio.series import Curve, MetricTable, reduce_curve
 from sfumato.studio.tail import LineTail
 from sfumato.studio.thumbnails import Thumbnails
-from sfumato.tracking.curves import smooth
+from sfumato.tracking.curves import smooth_values
 from sfumato.tracking.lock import Owner
 from sfumato.tracking.samples import SampleRecord, save_samples, step_folder
 from sfumato.tracking.waveforms import Waveform
@@ -189,7 +189,7 @@ def test_the_mean_of_a_reduced_curve_is_that_of_the_whole():
     for step, value in enumerate(values):
         curve.add(step, float(value))
     reduced = reduce_curve(curve, 100)
-    np.testing.assert_allclose(reduced["smooth"], smooth(values)[np.array(reduced["x"], dtype=int)], rtol=1e-9)
+    np.testing.assert_allclose(reduced["smooth"], smooth_values(values)[np.array(reduced["x"], dtype=int)], rtol=1e-9)
 
 
 def test_runs_are_listed_before_they_are_read(runs, tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from PIL import Image
 from sfumato.config.text_data import SyntheticTextConfig, TextDataConfig
 from sfumato.config.text_rl_data import TextPromptDataConfig
 from sfumato.data.synthetic import keypad
-from sfumato.data.synthetic.digits import EDGE, label, scans_of
+from sfumato.data.synthetic.digits import EDGE, label_scan, scans_of
 from sfumato.data.synthetic.text import QUESTIONS, Problem, SyntheticRows
 from sfumato.errors import DataError
 from sfumato.rollout.agents.calculator import calculate
@@ -202,5 +202,5 @@ def test_handwritten_digits_have_their_labels_and_scans_that_are_held_out():
         assert all(rows[index]["prompt"] == "<image>Read it." for index in range(30))
         seen.append({int(scan) for scan in scans_of(0.2, unseen)})
         scan = int(scans_of(0.2, unseen)[0])
-        assert label(scan) == str(labels[scan])
+        assert label_scan(scan) == str(labels[scan])
     assert seen[0].isdisjoint(seen[1])

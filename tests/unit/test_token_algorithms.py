@@ -24,7 +24,7 @@ from sfumato.algorithms.token_advantages import (
     SampleAdvantage,
     discounted_returns,
     gae,
-    penalised,
+    subtract_token_penalties,
     token_rewards,
     whitened,
 )
@@ -455,7 +455,7 @@ def test_the_reward_stands_at_the_last_token_that_was_drawn() -> None:
     for row, reward in ((4, 1.0), (9, 2.0), (15, 3.0)):
         expected[row] += reward
     torch.testing.assert_close(actual, expected)
-    taken = penalised(rewards, penalties, SEQUENCES, MASK)
+    taken = subtract_token_penalties(rewards, penalties, SEQUENCES, MASK)
     torch.testing.assert_close(taken, rewards - SEQUENCES.sums(penalties, MASK))
 
 

@@ -43,10 +43,10 @@ from sfumato.runtime.weight_sync.places import (
     Place,
     check_reachable,
     first_of_each_machine,
-    meet,
     open_store,
     own_address,
     reach_store,
+    wait_for_all,
 )
 from sfumato.runtime.weight_sync.sender import Sent
 from sfumato.runtime.weight_sync.sync import WeightSync
@@ -519,7 +519,9 @@ def test_who_does_not_come_is_named():
     other = reach_store(address, 5.0)
     other.set("here/the sampler's rank 0", "1")
     with pytest.raises(WeightSyncError, match=r"the actor waited .* to be connected with the sampler's rank 1, who"):
-        meet(store, "the actor", ["the actor", "the sampler's rank 0", "the sampler's rank 1"], 0.2, threading.Event())
+        wait_for_all(
+            store, "the actor", ["the actor", "the sampler's rank 0", "the sampler's rank 1"], 0.2, threading.Event()
+        )
     port = address[1]
     del store, other
     with pytest.raises(WeightSyncError, match=rf"the actor cannot be reached at 127.0.0.1:{port} within 0.5 s"):
@@ -765,8 +767,8 @@ def test_a_sampler_does_not_wait_for_an_actor_that_died_when_it_was_idle() -> No
 
 def test_of_what_gloo_says_the_reason_is_quoted_without_its_source_file():
     said = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [10.0.0.2]:4321. More"
-    assert broadcast._reason(RuntimeError(said)) == "Connection closed by peer [10.0.0.2]:4321"
-    assert broadcast._reason(RuntimeError("NCCL error\nwith details")) == "NCCL error"
+    assert broadcast._first_sentence(RuntimeError(said)) == "Connection closed by peer [10.0.0.2]:4321"
+    assert broadcast._first_sentence(RuntimeError("NCCL error\nwith details")) == "NCCL error"
 
 
 def test_a_dtype_that_no_weights_have_is_named(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from sfumato.algorithms.dynamics import mean_over_sample
 from sfumato.algorithms.forward_process.noised import (
     ForwardProcessObjective,
     NoisedSamples,
-    distance,
     reward_probability,
+    row_distances,
 )
 from sfumato.algorithms.objectives import check_clip_ranges
 from sfumato.algorithms.preference import preference_loss
@@ -68,18 +68,18 @@ class CRD(ForwardProcessObjective):
 
     def _error(self, batch: NoisedSamples, velocity: Tensor) -> Tensor:
         squared = (velocity - batch.target) ** 2
-        return mean_over_sample(squared / distance(velocity, batch.target) if self.adaptive else squared)
+        return mean_over_sample(squared / row_distances(velocity, batch.target) if self.adaptive else squared)
 
     def _weights(self, q: Tensor, cells: Tensor) -> list[Tensor]:
         """Matrices ``[R, R]`` whose row i holds the weights of the mean that row i is centred by."""
         same = cells[:, None] == cells
         if self.temperature is None:
-            return [_softmax(torch.zeros_like(q), same)]
+            return [_masked_softmax(torch.zeros_like(q), same)]
         if self.temperature > 0:
-            return [_softmax(sign * q / self.temperature, same) for sign in (1, -1)]
+            return [_masked_softmax(sign * q / self.temperature, same) for sign in (1, -1)]
         good = same & (q > 0)
         good = torch.where(good.any(dim=1, keepdim=True), good, same)
-        return [_softmax(q, good), _softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
+        return [_masked_softmax(q, good), _masked_softmax(torch.zeros_like(q), same)]  # no q is below 0: uniform
 
     def _fit(self, r: Tensor, q: Tensor, weights: Tensor) -> Tensor:
         """Losses ``[R]`` of centred implicit rewards against centred q; ``weights`` ``[R, R]`` as of ``_weights``."""
@@ -92,7 +92,7 @@ class CRD(ForwardProcessObjective):
         return (implicit - target) ** 2
 
 
-def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
+def _masked_softmax(scores: Tensor, allowed: Tensor) -> Tensor:
     """Softmax of ``scores`` ``[R]`` over the allowed columns of each row, of which there must be one: ``[R, R]``."""
     return torch.softmax(scores.expand_as(allowed).masked_fill(~allowed, -torch.inf), dim=1)
 
@@ -135,12 +135,12 @@ class DGPO(ForwardProcessObjective):
             sums = torch.zeros(len(gain), device=gain.device).index_add(0, cells, gain)
             counts = torch.bincount(on_host(cells), minlength=len(gain)).clamp(min=1)
             weight = torch.sigmoid(sums / to_device(counts, gain.device))[cells]
-            clipped = self._clipped(batch, error, advantages)
+            clipped = self._clip_error(batch, error, advantages)
         loss = weight * advantages * torch.where(clipped, error.detach(), error)
         stats = {"dgpo/group_weight": weight.sum(), "dgpo/clipped": clipped.float().sum()}
         return loss, stats
 
-    def _clipped(self, batch: NoisedSamples, error: Tensor, advantages: Tensor) -> Tensor:
+    def _clip_error(self, batch: NoisedSamples, error: Tensor, advantages: Tensor) -> Tensor:
         if self.clip_range is None:
             return torch.zeros_like(advantages, dtype=torch.bool)
         high = self.clip_range if self.clip_range_high is None else self.clip_range_high
@@ -175,11 +175,11 @@ class DPO(ForwardProcessObjective):
 
     def implicit_reward(self, batch: NoisedSamples) -> Float[Tensor, "rows"]:
         """beta / 2 (e_ref - e): ``[R]``, with gradients. The loss compares those of winners and losers."""
-        return self.beta * self._gain(batch)
+        return self.beta * self._error_reduction(batch)
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
         """As ``ForwardProcessObjective.loss``. Raises ValueError for a row that has no partner in the batch."""
-        gain = self._gain(batch)
+        gain = self._error_reduction(batch)
         cells = on_host(batch.cells())
         signs = on_host(advantages)
         same = cells[:, None] == cells
@@ -207,5 +207,5 @@ class DPO(ForwardProcessObjective):
         }
         return mean_over_pairs(losses), stats
 
-    def _gain(self, batch: NoisedSamples) -> Tensor:
+    def _error_reduction(self, batch: NoisedSamples) -> Tensor:
         return (batch.error(batch.velocity_of("reference")) - batch.error(batch.velocity)) / 2

@@ -122,7 +122,7 @@ def reward_probability(
     return (advantages / clip / 2 + 0.5).clamp(0, 1)
 
 
-def distance(
+def row_distances(
     prediction: Float[Tensor, "rows *latent"], target: Float[Tensor, "rows *latent"]
 ) -> Float[Tensor, "rows *ones"]:
     """mean |prediction - target| of each row, at least 1e-5 and without gradients: ``[R, 1, ...]``."""

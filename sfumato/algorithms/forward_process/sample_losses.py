@@ -12,8 +12,8 @@ from sfumato.algorithms.forward_process.noised import (
     AdvantageMode,
     ForwardProcessObjective,
     NoisedSamples,
-    distance,
     reward_probability,
+    row_distances,
 )
 from sfumato.algorithms.objectives import check_clip_ranges, clipped_surrogate
 from sfumato.algorithms.row_losses import RowLosses
@@ -63,7 +63,7 @@ class NFT(ForwardProcessObjective):
     @staticmethod
     def _error(batch: NoisedSamples, velocity: Tensor) -> Tensor:
         x0 = batch.predicted_x0(velocity)
-        return mean_over_sample((x0 - batch.x0) ** 2 / distance(x0, batch.x0))
+        return mean_over_sample((x0 - batch.x0) ** 2 / row_distances(x0, batch.x0))
 
 
 _TINY = 1e-10
@@ -152,7 +152,7 @@ class RewardWeighted(ForwardProcessObjective):
                 f"rwr weights by advantages, and one is {float(weight.min()):.3g}: set objective.temperature, or take "
                 "rewards that are not negative with advantage type raw"
             )
-        return _weighted(batch, weight)
+        return _weighted_losses(batch, weight)
 
 
 @dataclass(frozen=True)
@@ -162,9 +162,9 @@ class BestOfN(ForwardProcessObjective):
     type: ClassVar[str] = "sft"
 
     def loss(self, batch: NoisedSamples, advantages: Float[Tensor, "rows"]) -> RowLosses:
-        return _weighted(batch, (advantages > 0).to(batch.x0))
+        return _weighted_losses(batch, (advantages > 0).to(batch.x0))
 
 
-def _weighted(batch: NoisedSamples, weight: Tensor) -> RowLosses:
+def _weighted_losses(batch: NoisedSamples, weight: Tensor) -> RowLosses:
     error = batch.error(batch.velocity)
     return weight * error, {"sample/error": error.detach().sum(), "sample/weight": weight.sum()}

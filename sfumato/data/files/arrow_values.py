@@ -84,7 +84,7 @@ def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[d
         rows = table.to_pylist()
     except (pyarrow.ArrowException, ValueError, OverflowError) as error:
         raise DataError(f"{where}: {error}") from error
-    converters = _converters(table.schema)
+    converters = _column_converters(table.schema)
     for row in rows:
         for key, convert in converters.items():
             row[key] = convert(row[key], where)
@@ -94,7 +94,7 @@ def arrow_rows(table: pyarrow.Table | pyarrow.RecordBatch, where: str) -> list[d
 def arrow_column(table: pyarrow.Table, key: str, where: str) -> list[object]:
     """One column of a table, its values as in ``arrow_rows``. Raises DataError where one cannot be read."""
     values = table.column(key).to_pylist()
-    convert = _converters(table.schema).get(key)
+    convert = _column_converters(table.schema).get(key)
     return values if convert is None else [convert(value, where) for value in values]
 
 
@@ -102,10 +102,10 @@ Convert = Callable[[object, str], object]
 
 
 @lru_cache(maxsize=64)
-def _converters(schema: pyarrow.Schema) -> dict[str, Convert]:
+def _column_converters(schema: pyarrow.Schema) -> dict[str, Convert]:
     """The converter of each column's values; columns whose values stay as they are have no entry."""
     features = _stored_features(schema)
-    converters = {field.name: _converter(field.type, features.get(field.name)) for field in schema}
+    converters = {field.name: _value_converter(field.type, features.get(field.name)) for field in schema}
     return {name: convert for name, convert in converters.items() if convert is not None}
 
 
@@ -123,7 +123,7 @@ def _stored_features(schema: pyarrow.Schema) -> dict[str, object]:
     return dict(Features.from_arrow_schema(schema))
 
 
-def _converter(kind: pyarrow.DataType, feature: object) -> Convert | None:
+def _value_converter(kind: pyarrow.DataType, feature: object) -> Convert | None:
     """The converter of values of an Arrow type; None where the values of ``to_pylist`` stay as they are."""
     import pyarrow
 
@@ -140,14 +140,14 @@ def _converter(kind: pyarrow.DataType, feature: object) -> Convert | None:
     is_list = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind)
     if is_list or is_list_view:
         inner = feature[0] if isinstance(feature, list) and feature else getattr(feature, "feature", None)
-        convert = _converter(kind.value_type, inner)
+        convert = _value_converter(kind.value_type, inner)
         return None if convert is None else lambda value, where: _convert_items(convert, value, where)
     return None
 
 
 def _struct_converter(kind: pyarrow.StructType, features: Mapping[str, object]) -> Convert:
     """The converter of a struct column's values, which become ``StructValue``."""
-    inner = {field.name: _converter(field.type, features.get(field.name)) for field in kind}
+    inner = {field.name: _value_converter(field.type, features.get(field.name)) for field in kind}
 
     def convert(value: object, where: str) -> object:
         if not isinstance(value, dict):

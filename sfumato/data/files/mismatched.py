@@ -13,7 +13,9 @@ from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 
 
-def mismatched(batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int) -> list[TokenBatch]:
+def mismatch_answers(
+    batches: Sequence[TokenBatch], mesh: Mesh, max_seq_len: int, pad_token_id: int
+) -> list[TokenBatch]:
     """Pairs every prompt of a step with the answer of the sample before it; the first prompt gets the last answer.
 
     The order is that of sample ids over all ranks, so the pairs do not depend on how ranks share the samples. Every

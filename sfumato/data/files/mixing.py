@@ -114,7 +114,7 @@ class Order:
     def epoch(self, number: int) -> np.ndarray:
         """Sample indices of an epoch in order, int64 ``[n]``. With weights, epochs before it are planned first."""
         if not self._mixed:
-            return self._pass(0, number)
+            return self._permute_pass(0, number)
         while self._epoch[0] != number:
             planned = min(number, len(self._starts) - 1)
             self._epoch = planned, self._mix(planned)
@@ -142,7 +142,7 @@ class Order:
         taken, num_given = self._starts[number]
         mixer = Mixer(self._weights, taken, sum(num_given))
         sizes = [len(members) for members in self._members]
-        amounts = [self._amounts(source, start) for source, start in enumerate(num_given)]
+        amounts = [self._sample_amounts(source, start) for source, start in enumerate(num_given)]
         num_left = [size - start % size for size, start in zip(sizes, num_given, strict=True)]
         passes = [start // size for size, start in zip(sizes, num_given, strict=True)]
         reached = max if self.stopping == "first_exhausted" else min
@@ -168,13 +168,13 @@ class Order:
             self._starts.append((mixer.taken, num_given_after))
         return order
 
-    def _amounts(self, source: int, start: int) -> Iterator[int]:
+    def _sample_amounts(self, source: int, start: int) -> Iterator[int]:
         """The amount of each sample of a source, from a position in its passes on, without end: 1, or its tokens."""
         if self.level == "sample":
             yield from repeat(1)
         size = len(self._members[source])
         for number in count(start // size):
-            members = self._pass(source, number)[max(start - number * size, 0) :]
+            members = self._permute_pass(source, number)[max(start - number * size, 0) :]
             for begin in range(0, len(members), BLOCK):
                 yield from self.lengths[members[begin : begin + BLOCK]].tolist()
 
@@ -182,12 +182,12 @@ class Order:
         """Sample indices of a source between two positions in its passes."""
         size = len(self._members[source])
         parts = [
-            self._pass(source, number)[max(start - number * size, 0) : stop - number * size]
+            self._permute_pass(source, number)[max(start - number * size, 0) : stop - number * size]
             for number in range(start // size, -(-stop // size))
         ]
         return np.concatenate(parts) if parts else np.empty(0, np.int64)
 
-    def _pass(self, source: int, number: int) -> np.ndarray:
+    def _permute_pass(self, source: int, number: int) -> np.ndarray:
         """Sample indices of one pass through a source."""
         members = self._members[source]
         if not self.shuffle:

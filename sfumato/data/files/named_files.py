@@ -71,7 +71,7 @@ def content_of_named_files(
                 fixed = [file for file in fixed if file.suffix == ".safetensors"]
             for field, listed in ((name, fixed), (DESCRIBED, described), (BEGINNING, trained)):
                 if listed:
-                    content[field] = _digest(listed, path, content_of_file)
+                    content[field] = _digest_files(listed, path, content_of_file)
     return content
 
 
@@ -106,7 +106,7 @@ def _iterate_named(value: object, name: str) -> Iterator[tuple[str, str]]:
         yield from _iterate_named(part, f"{name}.{key}" if name else str(key))
 
 
-def _digest(files: list[Path], folder: Path, content_of_file: Callable[[Path], str]) -> str:
+def _digest_files(files: list[Path], folder: Path, content_of_file: Callable[[Path], str]) -> str:
     """The digest of several files of a folder, by their names and contents."""
     digest = hashlib.blake2b(digest_size=20)
     for file in files:

@@ -114,10 +114,19 @@ class FolderRows:
         self.text_key = text_key
         files, runs = list_files_and_runs(folder)
         self._files = [path for path in files if path.suffix.lower() in endings]
-        captions = {_stem(path) + path.suffix.lower(): path for path in files if path.suffix.lower() in CAPTION_ENDINGS}
+        captions = {
+            _path_without_suffix(path) + path.suffix.lower(): path
+            for path in files
+            if path.suffix.lower() in CAPTION_ENDINGS
+        }
         self._captions = [
             next(
-                (captions[_stem(path) + ending] for ending in CAPTION_ENDINGS if _stem(path) + ending in captions), None
+                (
+                    captions[_path_without_suffix(path) + ending]
+                    for ending in CAPTION_ENDINGS
+                    if _path_without_suffix(path) + ending in captions
+                ),
+                None,
             )
             for path in self._files
         ]
@@ -164,12 +173,14 @@ class FolderRows:
     def _describe_unused(self, files: Iterable[Path]) -> list[str]:
         used = {*self.files()}
         unused = [path for path in files if path not in used]
-        pictured = {_stem(path) for path in self._files}
-        lonely = [path for path in unused if path.suffix.lower() == ".txt" and _stem(path) not in pictured]
+        pictured = {_path_without_suffix(path) for path in self._files}
+        lonely = [
+            path for path in unused if path.suffix.lower() == ".txt" and _path_without_suffix(path) not in pictured
+        ]
         missing = [path for path, caption in zip(self._files, self._captions, strict=True) if caption is None]
         unread = [path for path in unused if path.suffix.lower() in UNREAD_ENDINGS | IMAGE_ENDINGS | VIDEO_ENDINGS]
-        stems = Counter(_stem(path) for path in self._files)
-        same = [path for path in self._files if stems[_stem(path)] > 1]
+        stems = Counter(_path_without_suffix(path) for path in self._files)
+        same = [path for path in self._files if stems[_path_without_suffix(path)] > 1]
         return [
             *_describe_files(missing, self.root, "pictures without a caption, which are broken rows"),
             *_describe_files(lonely, self.root, "captions without a picture or video that is read"),
@@ -201,16 +212,22 @@ def describe_unlisted(
         if not isinstance(values[0], str):  # the table holds the pictures itself
             return []
         paths = [path for value in values for path in (value if isinstance(value, list) else [value])]
-        named.update(_composed(os.path.normpath(rows.folder(index) / path)) for path in paths if isinstance(path, str))
+        named.update(
+            _compose_letters(os.path.normpath(rows.folder(index) / path)) for path in paths if isinstance(path, str)
+        )
     if not named:
         return []
     files, runs = list_files_and_runs(folder)
     unlisted = [
-        path for path in files if path.suffix.lower() in endings and _composed(os.path.normpath(path)) not in named
+        path
+        for path in files
+        if path.suffix.lower() in endings and _compose_letters(os.path.normpath(path)) not in named
     ]
     stems = {os.path.splitext(path)[0] for path in named}
     captions = [
-        path for path in files if path.suffix.lower() in (".txt", ".caption") and os.path.normpath(_stem(path)) in stems
+        path
+        for path in files
+        if path.suffix.lower() in (".txt", ".caption") and os.path.normpath(_path_without_suffix(path)) in stems
     ]
     return [
         *_describe_files(unlisted, folder, "pictures that its table does not name"),
@@ -243,11 +260,11 @@ def _describe_repeats(files: Iterable[Path], root: Path) -> list[str]:
     ]
 
 
-def _stem(path: Path) -> str:
-    """The path without its ending, as of ``_composed``."""
-    return _composed(str(path.with_suffix("")))
+def _path_without_suffix(path: Path) -> str:
+    """The path without its ending, as of ``_compose_letters``."""
+    return _compose_letters(str(path.with_suffix("")))
 
 
-def _composed(path: str) -> str:
+def _compose_letters(path: str) -> str:
     """The path with composed letters (NFC): macOS writes names with decomposed ones."""
     return unicodedata.normalize("NFC", path)

@@ -169,7 +169,7 @@ class ArrowRows(FileRows):
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> dict[str, object]:
-        number, offset = _locate(self._ends, index)
+        number, offset = _locate_row(self._ends, index)
         return arrow_row(self._batches[number].slice(offset, 1), self.describe(index))
 
     def blocks(self) -> Iterator[pyarrow.RecordBatch]:
@@ -231,17 +231,17 @@ class JoinedRows:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> dict[str, object]:
-        number, offset = _locate(self._ends, index)
+        number, offset = _locate_row(self._ends, index)
         return self.parts[number][offset]
 
     def describe(self, index: int) -> str:
         """File and row number, for messages."""
-        number, offset = _locate(self._ends, index)
+        number, offset = _locate_row(self._ends, index)
         return self.parts[number].describe(offset)
 
     def folder(self, index: int) -> Path:
         """The folder of the row's file."""
-        number, offset = _locate(self._ends, index)
+        number, offset = _locate_row(self._ends, index)
         return self.parts[number].folder(offset)
 
     def fingerprint(self) -> str:
@@ -451,7 +451,7 @@ def text_field(row: dict[str, object], key: str, where: str) -> str:
     return value
 
 
-def _locate(ends: list[int], index: int) -> tuple[int, int]:
+def _locate_row(ends: list[int], index: int) -> tuple[int, int]:
     """The number of the part that holds a row, and the row's index within it; ``ends`` are running totals of rows."""
     number = bisect.bisect_right(ends, index)
     return number, index - (ends[number - 1] if number else 0)

@@ -95,7 +95,7 @@ class TarRows(FileRows):
                         raise DataError(f"{where}: json must be an object, not {type(fields).__name__}")
                     row = fields | row  # members win over fields, whichever came first
                 elif last == "txt":
-                    row[member.ending] = _text(content, where)
+                    row[member.ending] = _decode_member(content, where)
                 else:
                     row[member.ending] = content
         for kind, contents in media.items():
@@ -108,7 +108,7 @@ class TarRows(FileRows):
         return f"{self.path}, row {index + 1} ({self._rows[index][0].lstrip('/')})"
 
 
-def _text(content: bytes, where: str) -> str:
+def _decode_member(content: bytes, where: str) -> str:
     """The text of a member. Raises DataError when it is not UTF-8."""
     try:
         return content.decode("utf-8-sig").strip()

@@ -23,7 +23,7 @@ from sfumato.data.files.row_table import FiledRows
 from sfumato.data.files.rows import JoinedRows, join_rows, open_rows, text_field
 from sfumato.data.images.source_images import count_source_images, find_source_images, read_source_images
 from sfumato.data.media.kinds import IMAGE_ENDINGS, VERSION, VIDEO_ENDINGS, File
-from sfumato.data.media.pictures import ANIMATION_ENDINGS, Picture, check_fit, fitted, framing_of, read_image
+from sfumato.data.media.pictures import ANIMATION_ENDINGS, Picture, check_fit, fit_image, framing_of, read_image
 from sfumato.data.synthetic.glyphs import GlyphDataset, GlyphPairs
 from sfumato.errors import DataError
 
@@ -236,8 +236,8 @@ class ImageTextDataset:
             sizes = self.config.sizes
             size = size or sizes[nearest_size(image.height, image.width, sizes)]
             check_fit((image.height, image.width), *size, self.config.crop, where)
-            pixels = torch.from_numpy(self._fitted(image, size)).permute(2, 0, 1).contiguous()
-            return Picture(pixels, self._framing(image, size), self._loss_weights(index, image, size))
+            pixels = torch.from_numpy(self._fit_image(image, size)).permute(2, 0, 1).contiguous()
+            return Picture(pixels, self._describe_crop(image, size), self._loss_weights(index, image, size))
         from sfumato.data.media.videos import read_frames
 
         frames = read_frames(file, self.config.num_frames, where)
@@ -271,7 +271,7 @@ class ImageTextDataset:
                 f"{where}: its mask has {mask.height} x {mask.width} pixels (height x width), and its image "
                 f"{image.height} x {image.width}"
             )
-        inside = torch.from_numpy(self._fitted(mask, size)).float() / 255
+        inside = torch.from_numpy(self._fit_image(mask, size)).float() / 255
         inside = 1 - inside if self.config.invert_mask else inside
         if self.config.mask_outside == 0 and not inside.any():
             raise DataError(
@@ -361,17 +361,17 @@ class ImageTextDataset:
         is_image_folder = key in {"image", "audio"} and key not in row and self._is_folder
         return "file_name" if is_image_folder else key  # the column name of Hugging Face's folders
 
-    def _fitted(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
-        return fitted(image, *size, self.config.crop)
+    def _fit_image(self, image: Image.Image, size: tuple[int, int]) -> np.ndarray:
+        return fit_image(image, *size, self.config.crop)
 
     def _fit_video(self, frames: list[Image.Image], where: str) -> tuple[torch.Tensor, torch.Tensor]:
         """``Picture.pixels`` and ``framing`` of the frames of a video. Raises DataError as ``check_fit``."""
         size = self.size[:2]
         check_fit((frames[0].height, frames[0].width), *size, self.config.crop, where)
-        video = torch.from_numpy(np.stack([self._fitted(frame, size) for frame in frames]))
-        return video.permute(3, 0, 1, 2).contiguous(), self._framing(frames[0], size)
+        video = torch.from_numpy(np.stack([self._fit_image(frame, size) for frame in frames]))
+        return video.permute(3, 0, 1, 2).contiguous(), self._describe_crop(frames[0], size)
 
-    def _framing(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
+    def _describe_crop(self, image: Image.Image, size: tuple[int, int]) -> torch.Tensor:
         return torch.tensor(framing_of((image.height, image.width), *size, self.config.crop), dtype=torch.int32)
 
 
@@ -461,7 +461,7 @@ class PairDataset:
     def files(self, index: int, with_source: bool = False) -> list[File]:
         """As ``ImageTextDataset.files``, for both images or videos, the better one first."""
         row = self.indices[index]
-        better = 0 if self._label(index) else 1
+        better = 0 if self._read_label(index) else 1
         return [*self.sides[better].files(row), *self.sides[1 - better].files(row, with_source)]
 
     def tables(self) -> list[Path]:
@@ -482,7 +482,7 @@ class PairDataset:
         Both are brought to the size of ``chosen_key``'s bucket. Raises DataError that names the row.
         """
         row = self.indices[index]
-        label = self._label(index)
+        label = self._read_label(index)
         where = self.describe(index)
         first = self.sides[0].picture(row)
         second = self.sides[1].picture(row, cast("tuple[int, int]", tuple(first.pixels.shape[-2:])))
@@ -491,7 +491,7 @@ class PairDataset:
         pair = [first, second] if label else [second, first]
         return Picture(torch.stack([side.pixels for side in pair]), torch.stack([side.framing for side in pair]))
 
-    def _label(self, index: int) -> int:
+    def _read_label(self, index: int) -> int:
         """1 where the first side is the better one, else 0. Raises DataError when the label is broken."""
         label = self.labels[self.indices[index]]
         if isinstance(label, DataError):
@@ -582,5 +582,5 @@ def _refuse_unread_label(config: PairDataConfig, rows: FiledRows, option: str) -
 def _is_tie(label: object) -> bool:
     """Whether a label prefers neither side: null, or a number other than 0 and 1, such as 0.5."""
     if isinstance(label, ClassLabelValue):
-        return False  # its number says nothing; ``_label`` reads its name
+        return False  # its number says nothing; ``_read_label`` reads its name
     return label is None or (isinstance(label, float | int) and label not in (0, 1))

@@ -9,7 +9,7 @@ import numpy as np
 
 from sfumato.data.files.file_columns import find_file
 from sfumato.data.media.kinds import File
-from sfumato.data.media.pictures import check_fit, check_image, fitted, read_image, read_size
+from sfumato.data.media.pictures import check_fit, check_image, fit_image, read_image, read_size
 from sfumato.errors import DataError
 
 
@@ -69,7 +69,7 @@ def read_source_images(files: Sequence[File], height: int, width: int, crop: str
     for file in files:
         image = read_image(file, where)
         check_fit((image.height, image.width), height, width, crop, where)
-        pictures.append(fitted(image, height, width, crop))
+        pictures.append(fit_image(image, height, width, crop))
     return pictures[0] if len(pictures) == 1 else np.stack(pictures)
 
 

@@ -79,7 +79,7 @@ class MediaCache:
         indices = [_read_index(path) for path in shards]
         entries = np.concatenate([np.zeros(0, ENTRY), *indices])
         numbers = np.repeat(np.arange(len(shards)), [len(index) for index in indices])
-        heads = _head(entries["key"])
+        heads = _sort_keys(entries["key"])
         order = np.argsort(heads, kind="stable")
         self._shards = [path.with_suffix(".bin") for path in shards]
         self._heads = heads[order]
@@ -114,7 +114,7 @@ class MediaCache:
 
     def _find(self, key: bytes) -> int | None:
         """The position of the entry of a key; None when there is none."""
-        head = _head(np.frombuffer(key, "V16"))
+        head = _sort_keys(np.frombuffer(key, "V16"))
         position = int(np.searchsorted(self._heads, head[0]))
         # Keys of 16 bytes are found by their first 8 as an integer; keys that share these stand one after the other.
         while position < len(self._heads) and self._heads[position] == head[0]:
@@ -191,7 +191,7 @@ def build_media_cache(
 
 def fingerprint_of_media(reader: MediaProcessor) -> str:
     """Identifies how files become tensors on this machine; kernels of another CPU may round otherwise."""
-    versions = [[name, _version(name)] for name in LIBRARIES]
+    versions = [[name, _package_version(name)] for name in LIBRARIES]
     return digest_of([VERSION, PICTURES, reader.fingerprint, reader.arguments, versions, platform.machine()])
 
 
@@ -351,7 +351,7 @@ def _read_index(path: Path) -> np.ndarray:
     return index
 
 
-def _head(keys: np.ndarray) -> np.ndarray:
+def _sort_keys(keys: np.ndarray) -> np.ndarray:
     """The first eight bytes of each key as an integer, by which entries are sorted: uint64 ``[n]``."""
     return np.frombuffer(np.ascontiguousarray(keys).tobytes(), "<u8")[0::2]
 
@@ -364,7 +364,7 @@ def _remove_parts(folder: Path) -> None:
             path.unlink()
 
 
-def _version(name: str) -> str:
+def _package_version(name: str) -> str:
     """The version of an installed package; empty where it is not installed."""
     try:
         return importlib.metadata.version(name)

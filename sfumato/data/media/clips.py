@@ -194,7 +194,7 @@ class VideoProcessor:
         """
         from transformers import BatchFeature
 
-        videos_patches = [self._patches(frames) for frames in videos]
+        videos_patches = [self._cut_patches(frames) for frames in videos]
         return BatchFeature(
             {
                 "pixel_values_videos": np.concatenate([patches for patches, _ in videos_patches]),
@@ -209,7 +209,7 @@ class VideoProcessor:
         kind = "Qwen2VLVideoProcessor" if fields.pop("by_frame") else "Qwen3VLVideoProcessor"
         return {"video_processor_type": kind, "do_sample_frames": True, **fields}
 
-    def _patches(self, frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
+    def _cut_patches(self, frames: np.ndarray) -> tuple[np.ndarray, tuple[int, int, int]]:
         """Normalised patches of a video, float32 ``[patches, 3 * temporal * size * size]``, and the grid of patches.
 
         The last frame is repeated up to a whole temporal patch. Patches that the model merges into one token follow

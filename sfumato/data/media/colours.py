@@ -60,7 +60,7 @@ def to_srgb(image: Image.Image, is_deep: bool = False, significant_bits: int | N
     from PIL import Image
 
     profile = image.info.get("icc_profile")
-    gamma = _gamma(image)
+    gamma = _stated_gamma(image)
     alpha = None
     image = _to_8_bits(image, is_deep, significant_bits)
     if image.has_transparency_data:  # the colours below it are not what anybody sees
@@ -158,7 +158,7 @@ def _to_8_bits(image: Image.Image, is_deep: bool, significant_bits: int | None) 
     return image
 
 
-def _gamma(image: Image.Image) -> float | None:
+def _stated_gamma(image: Image.Image) -> float | None:
     """The gamma that a PNG file states instead of a profile; None where it is the gamma of sRGB, or not stated."""
     gamma = image.info.get("gamma")
     if not gamma or image.info.get("icc_profile") or "srgb" in image.info or abs(gamma - SRGB_GAMMA) < SAME_GAMMA:

@@ -106,7 +106,7 @@ def read_image(source: File, where: str) -> Image.Image:
         opened.load()  # after which Pillow has turned a TIFF, and read the chunks that a PNG has after its pixels
         if opened.getbands()[-1] == "A" and cast("tuple[int, int]", opened.getchannel("A").getextrema())[1] == 0:
             raise ValueError("all of it is transparent, so that it would be white: save it without transparency")
-        transpose = _transposes().get(_orientation(opened))
+        transpose = _transposes_by_orientation().get(_read_orientation(opened))
         shown = to_srgb(opened, is_deep, significant_bits(head, opened.format))
         return shown if transpose is None else shown.transpose(transpose)
 
@@ -124,7 +124,7 @@ def read_size(source: File, where: str) -> tuple[int, int]:
         if opened.format == "TIFF":  # some versions of Pillow state the size of a TIFF after it is turned
             tags = cast("TiffImageFile", opened).tag_v2
             width, height = (tags[number] for number in (256, 257))
-        turned = _orientation(opened, source) in QUARTER_TURNS
+        turned = _read_orientation(opened, source) in QUARTER_TURNS
     return (width, height) if turned else (height, width)
 
 
@@ -143,7 +143,7 @@ def _number_order(path: Path) -> tuple[list[tuple[str, int]], str]:
     return [(text, int(digits or -1)) for text, digits in parts], path.name
 
 
-def fitted(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
+def fit_image(image: Image.Image, height: int, width: int, crop: str = "center") -> np.ndarray:
     """An image brought to another size: uint8 ``[height, width, 3]``.
 
     Args:
@@ -161,11 +161,11 @@ def fitted(image: Image.Image, height: int, width: int, crop: str = "center") ->
 
 
 def framing_of(size: tuple[int, int], height: int, width: int, crop: str = "center") -> tuple[int, int, int, int]:
-    """Which part of a picture ``fitted`` shows, as SDXL is conditioned on it.
+    """Which part of a picture ``fit_image`` shows, as SDXL is conditioned on it.
 
     Args:
         size: height and width of the picture, upright, before it is scaled.
-        height, width, crop: see ``fitted``.
+        height, width, crop: see ``fit_image``.
 
     Returns:
         Original height and width, and how many rows and columns of the scaled picture are cut off at the top and left.
@@ -215,7 +215,9 @@ def open_image(source: File, where: str) -> Iterator[ImageFile]:
 
     refuse_unreadable(source, where)
     try:
-        with Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=_formats()) as opened:
+        with Image.open(
+            io.BytesIO(source) if isinstance(source, bytes) else source, formats=_readable_formats()
+        ) as opened:
             yield opened
     except DataError:
         raise
@@ -233,7 +235,7 @@ def open_image(source: File, where: str) -> Iterator[ImageFile]:
 
 
 @functools.cache
-def _formats() -> tuple[str, ...]:
+def _readable_formats() -> tuple[str, ...]:
     """The formats of ``FORMATS`` that this build of Pillow reads."""
     from PIL import Image
 
@@ -242,7 +244,7 @@ def _formats() -> tuple[str, ...]:
 
 
 @functools.cache
-def _transposes() -> dict[int, Transpose]:
+def _transposes_by_orientation() -> dict[int, Transpose]:
     """The transpose that brings an image upright, by its EXIF orientation."""
     from PIL.Image import Transpose
 
@@ -257,7 +259,7 @@ def _transposes() -> dict[int, Transpose]:
     }
 
 
-def _orientation(opened: ImageFile, head_of: File | None = None) -> int:
+def _read_orientation(opened: ImageFile, head_of: File | None = None) -> int:
     """The EXIF orientation of an image; 1 is upright.
 
     Args:
@@ -339,7 +341,7 @@ def is_picture(content: bytes) -> bool:
     from PIL import Image
 
     try:
-        Image.open(io.BytesIO(content), formats=_formats()).close()
+        Image.open(io.BytesIO(content), formats=_readable_formats()).close()
     except Image.DecompressionBombError:
         return True
     except BROKEN:

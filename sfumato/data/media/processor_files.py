@@ -37,7 +37,8 @@ def save_processor(processor: Any, media: Sequence[str], folder: Path, source: P
             _write_json(folder / PROCESSOR_FILES[0], settings)
     if source is None:
         _write_json(
-            folder / "processor_config.json", {"processor_class": type(processor).__name__, **_settings(processor)}
+            folder / "processor_config.json",
+            {"processor_class": type(processor).__name__, **_processor_settings(processor)},
         )
     if "audio" in media:
         file = folder / PROCESSOR_FILES[0]  # one file for images and for audio: each would replace the other's
@@ -58,7 +59,7 @@ def _image_settings_within(source: Path | None) -> dict[str, object]:
     return settings if isinstance(settings, dict) else {}
 
 
-def _settings(processor: object) -> dict[str, object]:
+def _processor_settings(processor: object) -> dict[str, object]:
     """The scalar arguments that a processor was constructed with; its parts have files of their own."""
     names = [name for name in signature(type(processor)).parameters if name != "chat_template"]  # the tokenizer's files
     named = {name: getattr(processor, name, None) for name in names}

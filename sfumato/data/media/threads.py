@@ -30,7 +30,7 @@ def open_ahead(samples: Sequence[TextSample], tensors: Callable[[MediaRefs], Ten
             return document
         media = document.images.find()
         images = replace(document.images, find=lambda: media)
-        return replace(document, images=replace(images, opened=_pool().submit(tensors, images)))
+        return replace(document, images=replace(images, opened=_thread_pool().submit(tensors, images)))
 
     return [replace(sample, documents=tuple(map(start_opening, sample.documents))) for sample in samples]
 
@@ -44,5 +44,5 @@ def num_threads() -> int:
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
+def _thread_pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(num_threads(), "media")

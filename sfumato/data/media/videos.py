@@ -87,7 +87,7 @@ def read_frames(source: File | list[File], count: int, where: str) -> list[Image
 
 def check_video(source: File, where: str) -> None:
     """Reads the head and the first frame of a video. Raises DataError when there is none, or as of its colours."""
-    if _examine(source, where, 1).num_frames == 0:
+    if _examine_video(source, where, 1).num_frames == 0:
         raise DataError(f"{where}: broken video ({describe_source(source)}): {UNREADABLE}")
 
 
@@ -123,7 +123,7 @@ def read_video(source: File, where: str, choose: Callable[[VideoHead], Sequence[
         DataError: when it is broken, truncated, far too large, or of colours that are not converted.
         MissingDependencyError: when OpenCV is missing.
     """
-    head = _examine(source, where, MAX_FRAMES + 1)
+    head = _examine_video(source, where, MAX_FRAMES + 1)
     total = head.num_frames
     if total == 0 or total > MAX_FRAMES:
         problem = UNREADABLE if total == 0 else f"it has more than {MAX_FRAMES:,} frames"
@@ -141,7 +141,7 @@ def read_video(source: File, where: str, choose: Callable[[VideoHead], Sequence[
     return Video(total, head.fps, indices, square)
 
 
-def _examine(source: File, where: str, most_frames: int) -> VideoHead:
+def _examine_video(source: File, where: str, most_frames: int) -> VideoHead:
     """The head of a video and up to so many of its frames. Raises as ``read_video``."""
     from PIL import Image
 

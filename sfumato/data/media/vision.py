@@ -227,7 +227,7 @@ class MediaProcessor:
             return [], np.zeros((0, 3), np.int32)
         features = self._process(images)
         replacements = [entry["replacement"] for entry in features["text_replacement_offsets"][0]]
-        return replacements, self._shapes(features, images)
+        return replacements, self._media_shapes(features, images)
 
     def place_files(self, files: Sequence[Medium], where: str) -> tuple[list[str], np.ndarray]:
         """Opens files and places them, as ``place``. Raises DataError when one is broken, or refused."""
@@ -302,7 +302,7 @@ class MediaProcessor:
         """
         opened = [self.open(medium, images.where) for medium in images.find()]
         features = self._process(opened)
-        self.check_shapes(self._shapes(features, opened) if opened else np.zeros((0, 3)), images)
+        self.check_shapes(self._media_shapes(features, opened) if opened else np.zeros((0, 3)), images)
         return self._model_inputs(features)
 
     def check_shapes(self, shapes: np.ndarray, images: MediaRefs) -> None:
@@ -376,7 +376,7 @@ class MediaProcessor:
         """Whether images are grids of patches of their own size, as those of the Qwen models."""
         return "image_grid_thw" in self.arguments
 
-    def _shapes(self, features: BatchFeature, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
+    def _media_shapes(self, features: BatchFeature, media: Sequence[Image.Image | Clip | Sound]) -> np.ndarray:
         """The shapes of ``MediaRefs``, int32 ``[N, 3]``, from the processor's features of these media."""
         if self.has_grid or not self.sees:
             shapes = {kind: iter(features.get(f"{kind}_grid_thw", ())) for kind in ("image", "video")}

@@ -36,12 +36,12 @@ def scans_of(held_out: float, is_held_out: bool) -> np.ndarray:
     return scans
 
 
-def label(scan: int) -> str:
+def label_scan(scan: int) -> str:
     """The digit that a scan shows, ``0`` to ``9``. Raises MissingDependencyError without scikit-learn."""
     return str(_load()[1][scan])
 
 
-def picture(scans: list[int]) -> bytes:
+def draw_digits(scans: list[int]) -> bytes:
     """A PNG file of scans side by side, black on white, each ``EDGE`` pixels wide and high."""
     grey = np.concatenate([_load()[0][scan] for scan in scans], axis=1)  # 0 to 16
     image = Image.fromarray((255 - grey * 255 / 16).round().astype(np.uint8))

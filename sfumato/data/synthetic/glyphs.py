@@ -113,8 +113,8 @@ class GlyphDataset:
 
         Videos are ``[N, 3, frames, height, width]``.
         """
-        font = default_font(self.config.font_sizes[_integer(generator, 0, len(self.config.font_sizes) - 1)])
-        x, y = (_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2))
+        font = default_font(self.config.font_sizes[_draw_integer(generator, 0, len(self.config.font_sizes) - 1)])
+        x, y = (_draw_integer(generator, -self.config.jitter, self.config.jitter) for _ in range(2))
         height, width, num_frames = self.size
         if num_frames == 1:
             return torch.stack([render_word(word, font, height, width, [x, y]) for word in words])
@@ -221,9 +221,11 @@ def held_out_words(config: GlyphConfig, count: int) -> list[str]:
 
 
 def _draw_word(generator: torch.Generator, config: GlyphConfig) -> str:
-    return "".join(config.characters[_integer(generator, 0, len(config.characters) - 1)] for _ in range(config.length))
+    return "".join(
+        config.characters[_draw_integer(generator, 0, len(config.characters) - 1)] for _ in range(config.length)
+    )
 
 
-def _integer(generator: torch.Generator, low: int, high: int) -> int:
+def _draw_integer(generator: torch.Generator, low: int, high: int) -> int:
     """Draws an integer from ``low`` to ``high``, both included."""
     return int(torch.randint(low, high + 1, (), generator=generator))

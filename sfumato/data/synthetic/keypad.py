@@ -24,7 +24,7 @@ LOUDNESS, NOISE = (0.1, 0.3), (0.0, 0.15)
 """Smallest and largest amplitude of each sine, and smallest and largest standard deviation of the noise."""
 
 
-def dialled(number: str, generator: torch.Generator) -> bytes:
+def dial_number(number: str, generator: torch.Generator) -> bytes:
     """A .wav file, mono and 16 bit, of the tones of a number.
 
     Pauses stand before, between and after the tones; every tone and every pause has a length of its own.

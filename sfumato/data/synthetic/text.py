@@ -69,7 +69,7 @@ class Problem:
             return str(sum(numbers) if self.kind == "add" else math.prod(numbers))
         word = self.operands[0]
         if self.kind == "digits":
-            return "".join(map(digits.label, self.scans))
+            return "".join(map(digits.label_scan, self.scans))
         if self.kind in NUMBERS:
             return word
         return word[::-1] if self.kind == "reverse" else "".join(sorted(word))
@@ -81,7 +81,7 @@ class Problem:
 
     def picture(self, generator: torch.Generator) -> bytes:
         """A PNG file that shows the number."""
-        return digits.picture(self.scans) if self.kind == "digits" else render(self.answer, generator)
+        return digits.draw_digits(self.scans) if self.kind == "digits" else render(self.answer, generator)
 
     @property
     def call(self) -> str:
@@ -135,7 +135,7 @@ class SyntheticRows:
             "messages": [
                 message
                 for problem, answer in zip(problems, answers, strict=True)
-                for message in _turn(problem.prompt, answer)
+                for message in _question_and_answer(problem.prompt, answer)
             ],
             "prompt": last.prompt,
             "chosen": last.answer,
@@ -154,7 +154,7 @@ class SyntheticRows:
     def _make_media(self, problems: list[Problem], generator: torch.Generator) -> dict[str, list[bytes]]:
         """Columns with the sounds or pictures of the problems, as files; none for problems of text alone."""
         if problems[0].kind == "dial":
-            return {"audios": [keypad.dialled(problem.answer, generator) for problem in problems]}
+            return {"audios": [keypad.dial_number(problem.answer, generator) for problem in problems]}
         if problems[0].kind in PICTURED:
             return {"images": [problem.picture(generator) for problem in problems]}
         return {}
@@ -169,7 +169,9 @@ class SyntheticRows:
         if self.config.problem == "digits":  # scans are held out, rather than the numbers that they make up
             scans = digits.scans_of(self.config.held_out, self.held_out)
             length = _draw_length(generator, self.config)
-            return Problem("digits", (" ".join(str(scans[_integer(generator, len(scans))]) for _ in range(length)),))
+            return Problem(
+                "digits", (" ".join(str(scans[_draw_integer(generator, len(scans))]) for _ in range(length)),)
+            )
         fraction = self.config.held_out if self.held_out else 1 - self.config.held_out
         # A hundred times as many draws as are expected until one is of the wanted kind, and a thousand more.
         for _ in range(min(MAX_DRAWS, 1000 + int(100 / fraction))):
@@ -188,7 +190,7 @@ def render(text: str, generator: torch.Generator) -> bytes:
 
     The picture is 16 pixels high, and 8 pixels wide for each letter, of at least two.
     """
-    word = render_word(text, default_font(11 + _integer(generator, 2)), 16, 8 * max(len(text), 2), [0, 0])
+    word = render_word(text, default_font(11 + _draw_integer(generator, 2)), 16, 8 * max(len(text), 2), [0, 0])
     return as_png(Image.fromarray(word.permute(1, 2, 0).numpy()))
 
 
@@ -196,16 +198,16 @@ def wrong_answer(problem: Problem, generator: torch.Generator) -> str:
     """An answer of the same kind that is wrong: two letters swapped, one replaced, or one digit changed."""
     correct = problem.answer
     if problem.kind in (*ARITHMETIC, *NUMBERS):
-        position = _integer(generator, len(correct))
+        position = _draw_integer(generator, len(correct))
         no_leading_zero = position == 0 and len(correct) > 1
         digits = [digit for digit in "0123456789"[no_leading_zero:] if digit != correct[position]]
-        return correct[:position] + digits[_integer(generator, len(digits))] + correct[position + 1 :]
+        return correct[:position] + digits[_draw_integer(generator, len(digits))] + correct[position + 1 :]
     pairs = [  # of different letters, whose swap changes the word
         (i, j) for j in range(len(correct)) for i in range(j) if correct[i] != correct[j]
     ]
     letters = list(correct)
     if pairs:
-        i, j = pairs[_integer(generator, len(pairs))]
+        i, j = pairs[_draw_integer(generator, len(pairs))]
         letters[i], letters[j] = letters[j], letters[i]
     else:
         letters[-1] = LETTERS[(LETTERS.index(letters[-1]) + 1) % len(LETTERS)]
@@ -216,28 +218,28 @@ def _draw_problem(generator: torch.Generator, config: SyntheticTextConfig) -> Pr
     if config.problem in ARITHMETIC:
         return Problem(config.problem, (_draw_number(generator, config), _draw_number(generator, config)))
     if config.problem == "read_or_draw":
-        return Problem(("read", "draw")[_integer(generator, 2)], (_draw_number(generator, config),))
+        return Problem(("read", "draw")[_draw_integer(generator, 2)], (_draw_number(generator, config),))
     if config.problem in NUMBERS:
         return Problem(config.problem, (_draw_number(generator, config),))
-    letters = [LETTERS[_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
+    letters = [LETTERS[_draw_integer(generator, len(LETTERS))] for _ in range(_draw_length(generator, config))]
     return Problem(config.problem, ("".join(letters),))
 
 
 def _draw_number(generator: torch.Generator, config: SyntheticTextConfig) -> str:
     length = _draw_length(generator, config)
-    first = _integer(generator, 10) if length == 1 else 1 + _integer(generator, 9)
-    return str(first) + "".join(str(_integer(generator, 10)) for _ in range(length - 1))
+    first = _draw_integer(generator, 10) if length == 1 else 1 + _draw_integer(generator, 9)
+    return str(first) + "".join(str(_draw_integer(generator, 10)) for _ in range(length - 1))
 
 
 def _draw_length(generator: torch.Generator, config: SyntheticTextConfig) -> int:
-    return config.min_length + _integer(generator, config.max_length - config.min_length + 1)
+    return config.min_length + _draw_integer(generator, config.max_length - config.min_length + 1)
 
 
-def _integer(generator: torch.Generator, below: int) -> int:
+def _draw_integer(generator: torch.Generator, below: int) -> int:
     """Draws an integer from 0 to ``below - 1``."""
     return int(torch.randint(below, (), generator=generator))
 
 
-def _turn(prompt: str, answer: str) -> list[dict[str, str]]:
+def _question_and_answer(prompt: str, answer: str) -> list[dict[str, str]]:
     """A question and its answer as messages."""
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]

@@ -256,7 +256,7 @@ class ChatTemplate:
         """
         input_ids, starts, ends = tokens
         assert starts is not None and ends is not None  # ``encoder`` gives offsets
-        begins = _begins(starts, ends)
+        begins = _token_begins(starts, ends)
         if not all(((ends[:-1] == start) & (starts[1:] == start)).any() for start, _ in spans):
             bounds = [0, *(start for start, _ in spans), len(text)]
             # A boundary of a prompt is not one of tokens: tokenise the pieces between the boundaries.
@@ -268,7 +268,7 @@ class ChatTemplate:
                 input_ids = parted_ids
                 begins = np.concatenate(
                     [
-                        first + _begins(*cast(tuple[np.ndarray, np.ndarray], part[1:]))
+                        first + _token_begins(*cast(tuple[np.ndarray, np.ndarray], part[1:]))
                         for first, part in zip(bounds, parts, strict=False)
                     ]
                 )
@@ -337,7 +337,7 @@ class _Chat:
         for index in trained:
             contents = [content.strip().removeprefix(opening) for content in texts_in(self.messages[index])]
             if not all(is_in_blocks(content, text, blocks) for content in contents):
-                raise self._error(
+                raise self._template_error(
                     index, "the generation blocks of the chat template leave out some of what it says: widen them"
                 )
         self.check_shown(text, {})
@@ -345,7 +345,7 @@ class _Chat:
         by_answer = dict(zip(answers, blocks, strict=True)) if len(blocks) == len(answers) else None
         for index in trained:
             answer_blocks = blocks if by_answer is None else [by_answer[index]]
-            if find_problem(self.messages[index], _opened(text, answer_blocks)) is not None:
+            if find_problem(self.messages[index], _restore_blocks(text, answer_blocks)) is not None:
                 return [self._marked_answer(index) for index in trained]
         if len(trained) < len(answers):
             if by_answer is None:  # which block belongs to which message could not be told
@@ -364,9 +364,9 @@ class _Chat:
         text, blocks = self._render_checked(lambda: self.render_marked(index + 1), index + 1)
         num_before = len(self._render_checked(lambda: self.render_marked(index), index)[1]) if index else 0
         answer_blocks = blocks[num_before:]
-        problem = find_problem(self.messages[index], _opened(text, answer_blocks))
+        problem = find_problem(self.messages[index], _restore_blocks(text, answer_blocks))
         if problem is not None:
-            raise self._error(index, problem)
+            raise self._template_error(index, problem)
         return text, answer_blocks, index + 1
 
     def prefixed_texts(self, trained: list[int]) -> list[Rendered]:
@@ -385,7 +385,7 @@ class _Chat:
         for index in trained:
             if not texts[index].startswith(prompts[index]):
                 opens = opening_of(prompts[index]).strip() == "<think>"
-                raise self._error(
+                raise self._template_error(
                     index,
                     "the chat template does not begin the answer as it does at inference"
                     + (f" with data.chat_template_options {self.owner.options}" if self.owner.options else "")
@@ -416,7 +416,9 @@ class _Chat:
         Raises DataError when the template refuses a message.
         """
         if count == 0:
-            raise self._error(0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0")
+            raise self._template_error(
+                0, "a conversation cannot begin with an answer: remove it or set its loss_mask to 0"
+            )
         return self._render_checked(lambda: self.apply(count, prompt), count)
 
     def apply(self, count: int, prompt: bool = False) -> str:
@@ -458,25 +460,27 @@ class _Chat:
                 break
             else:
                 num_accepted = 0
-            raise self._error(num_accepted, f"the chat template refuses it: {error}") from error
+            raise self._template_error(num_accepted, f"the chat template refuses it: {error}") from error
 
     def check_shown(self, text: str, answers: dict[int, str]) -> None:
         """Raises DataError when the template leaves out a message, an answer in the loss, or a tool."""
         for index, message in enumerate(self.messages):
             if message["role"] != "assistant":
                 if not shows_message(message, text):
-                    raise self._error(index, "the chat template leaves it out")
+                    raise self._template_error(index, "the chat template leaves it out")
                 if message["role"] == "tool" and (tag := repeated_tag(message, text)):
-                    raise self._error(index, f"begins with {tag}, which the chat template writes, too: remove it")
+                    raise self._template_error(
+                        index, f"begins with {tag}, which the chat template writes, too: remove it"
+                    )
             elif index in answers:
                 problem = find_problem(message, answers[index])
                 if problem is not None:
-                    raise self._error(index, problem)
+                    raise self._template_error(index, problem)
         for name in tool_names(self.tools or []):
             if name not in text:
                 raise DataError(f"{self.where}: the chat template leaves out the tool {name!r}{advise_tool_template()}")
 
-    def _error(self, index: int, problem: str) -> DataError:
+    def _template_error(self, index: int, problem: str) -> DataError:
         return DataError(f"{self.where}: message {index + 1} ({self.messages[index]['role']}): {problem}")
 
 
@@ -549,7 +553,7 @@ def _check_syntax(text: str, name: str) -> None:
         raise ConfigError(f"data.chat_template: {name} is not valid Jinja: line {error.lineno}: {error}") from error
 
 
-def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
+def _token_begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     """The character at which each token begins, counting the space in front of a word to its token.
 
     Some tokenizers leave that space out of the offsets: a token then begins where the one before it ends.
@@ -557,6 +561,6 @@ def _begins(starts: np.ndarray, ends: np.ndarray) -> np.ndarray:
     return np.minimum(starts, np.concatenate([[0], ends])[: len(starts)])
 
 
-def _opened(text: str, blocks: Sequence[Span]) -> str:
+def _restore_blocks(text: str, blocks: Sequence[Span]) -> str:
     """The text in generation blocks, with the tag in front of the first that begins the answer."""
     return opening_of(text[: blocks[0][0]]) + join_blocks(text, blocks) if blocks else ""

@@ -23,7 +23,7 @@ from sfumato.data.text.format import (
     build_template,
     find_key,
     fingerprint_of,
-    fit,
+    fit_document,
     refuse_equal,
     single_answer,
 )
@@ -226,7 +226,7 @@ class ConversationTransform:
         """As a call."""
         messages = read_conversation(row, self.keys, where)
         encoded = yield from self.template.asks(messages, where, read_tools(row, where))
-        return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
+        return [TextSample((fit_document(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class PreferenceTransform(ConversationTransform):
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             encoded = yield from self.template.asks(messages, f"{where}, {name}", tools)
             answer = single_answer(encoded, f"{where}, {name}")
-            documents.append(fit(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
+            documents.append(fit_document(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
@@ -283,7 +283,7 @@ class UnpairedTransform(ConversationTransform):
         samples = []
         for messages, label in self._read_answers(row, where):
             encoded = yield from self.template.asks(messages, where, tools)
-            document = fit(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
+            document = fit_document(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
             samples.append(TextSample((with_last(document, label),)))
         if len(samples) == 2:
             refuse_equal([sample.documents[0] for sample in samples], ["chosen", "rejected"], where)
@@ -337,6 +337,6 @@ class ProcessTransform(ConversationTransform):
             raise DataError(f"{where}: two steps end in one token of this tokenizer: join them, or part them further")
         numbers = np.full(len(mask), nan, np.float32)
         numbers[ends] = [read_label(label, label_key, where) for label in labels]
-        document = fit((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
+        document = fit_document((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
         numbers = numbers[: len(document.input_ids)]
         return [TextSample((Document(document.input_ids, document.loss_mask, numbers),))]

@@ -37,8 +37,8 @@ def check_blocks(name: str, answer_end: AnswerEnd, render: RenderMarked, tokeniz
     as_parts = _needs_parts(render)
     ends = {token.text for token in answer_end.tokens}
     markers = marker_pattern(tokenizer, ends)
-    for following in ([], [_message("user", _QUESTION, as_parts)]):
-        messages = [_message("user", ".", as_parts), _message("assistant", _ANSWER, as_parts), *following]
+    for following in ([], [_build_message("user", _QUESTION, as_parts)]):
+        messages = [_build_message("user", ".", as_parts), _build_message("assistant", _ANSWER, as_parts), *following]
         try:
             text, blocks = render(messages)
         except Exception:  # a template may raise anything; it does not take such a conversation
@@ -97,7 +97,7 @@ def _needs_parts(render: RenderMarked) -> bool:
     """Whether the template shows a content only if it is a list of parts."""
     for as_parts in (False, True):
         try:
-            text, _ = render([_message("user", ".", as_parts), _message("assistant", _ANSWER, as_parts)])
+            text, _ = render([_build_message("user", ".", as_parts), _build_message("assistant", _ANSWER, as_parts)])
         except Exception:  # as in ``check_blocks``
             continue
         if _ANSWER in text:
@@ -105,5 +105,5 @@ def _needs_parts(render: RenderMarked) -> bool:
     return False
 
 
-def _message(role: str, text: str, as_parts: bool) -> dict[str, object]:
+def _build_message(role: str, text: str, as_parts: bool) -> dict[str, object]:
     return {"role": role, "content": [{"type": "text", "text": text}] if as_parts else text}

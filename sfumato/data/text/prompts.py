@@ -120,7 +120,7 @@ def load_text_prompts(
     if not prompts or (limit is not None and len(prompts) < limit):
         shortfall = "" if limit is None else f", but {limit} are asked for (eval.num_prompts)"
         dropped = f" and {len(too_long)} too long" if too_long and config.overlong == "drop" else ""
-        raise DataError(f"{_origin(config, split)}: has {len(prompts)} usable prompts{dropped}{shortfall}")
+        raise DataError(f"{_option_of_split(config, split)}: has {len(prompts)} usable prompts{dropped}{shortfall}")
     return prompts
 
 
@@ -140,7 +140,7 @@ def _open_rows(config: TextPromptDataConfig, split: str, seed: int) -> tuple[Row
     return rows, read
 
 
-def _origin(config: TextPromptDataConfig, split: str) -> str:
+def _option_of_split(config: TextPromptDataConfig, split: str) -> str:
     """The option that the prompts of a split come from, for messages."""
     if config.synthetic is not None:
         return "data.synthetic"

@@ -69,7 +69,7 @@ def find_layout(layouts: Sequence[ColumnLayout], row: Row, data_type: str, where
 def convert_row(layouts: Sequence[ColumnLayout], row: Row, data_type: str, where: str) -> dict[str, object]:
     """A row with the columns that a format reads. Raises DataError for a row of no layout, or a broken one."""
     layout = find_layout(layouts, row, data_type, where)
-    return dict(row) if layout.convert is _unchanged else layout.convert(row, where)
+    return dict(row) if layout.convert is _copy_row else layout.convert(row, where)
 
 
 def read_conversation(row: Row, keys: list[str], where: str) -> Messages:
@@ -116,7 +116,7 @@ def _other_type(row: Row, data_type: str) -> str:
     return ""
 
 
-def _unchanged(row: Row, where: str) -> dict[str, object]:
+def _copy_row(row: Row, where: str) -> dict[str, object]:
     del where
     return dict(row)
 
@@ -135,7 +135,7 @@ def ask_of_alpaca(row: Row, where: str) -> Messages:
     return [*messages, {"role": "user", "content": "\n".join(map(str, lines))}]
 
 
-def _texts(row: Row, where: str, *names: str) -> list[str]:
+def _read_texts(row: Row, where: str, *names: str) -> list[str]:
     values = [row[name] for name in names]
     for name, value in zip(names, values, strict=True):
         if not isinstance(value, str):
@@ -153,13 +153,13 @@ def _prompt_and_completion(row: Row, where: str) -> dict[str, object]:
     return {**row, "messages": [*prompt, *completion]}
 
 
-def _alpaca(row: Row, where: str) -> dict[str, object]:
-    (answer,) = _texts(row, where, "output")
+def _alpaca_messages(row: Row, where: str) -> dict[str, object]:
+    (answer,) = _read_texts(row, where, "output")
     return {**row, "messages": [*ask_of_alpaca(row, where), {"role": "assistant", "content": answer}]}
 
 
 def _question_and_answer(row: Row, where: str) -> dict[str, object]:
-    question, answer = _texts(row, where, "question", "answer")
+    question, answer = _read_texts(row, where, "question", "answer")
     return {**row, "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
@@ -222,10 +222,10 @@ def _labelled_messages(row: Row, where: str) -> dict[str, object]:
 
 CONVERSATIONS = (
     ColumnLayout(
-        "OpenAI messages", ("messages",), lambda row: has_columns(row, "messages") and _is_whole(row), _unchanged
+        "OpenAI messages", ("messages",), lambda row: has_columns(row, "messages") and _is_whole(row), _copy_row
     ),
     ColumnLayout(
-        "ShareGPT", ("conversations",), lambda row: has_columns(row, "conversations") and _is_whole(row), _unchanged
+        "ShareGPT", ("conversations",), lambda row: has_columns(row, "conversations") and _is_whole(row), _copy_row
     ),
     ColumnLayout(
         "TRL prompt and completion",
@@ -237,7 +237,7 @@ CONVERSATIONS = (
         "Alpaca",
         ("instruction", "input", "output"),
         lambda row: has_columns(row, "instruction", "output") and _is_unlabelled(row),
-        _alpaca,
+        _alpaca_messages,
     ),
     ColumnLayout(
         "GSM8K", ("question", "answer"), lambda row: has_columns(row, "question", "answer"), _question_and_answer
@@ -246,7 +246,7 @@ CONVERSATIONS = (
 
 PAIRS = (
     ColumnLayout(
-        "TRL preference", ("prompt", "chosen", "rejected"), lambda row: has_columns(row, *PREFERENCE_KEYS), _unchanged
+        "TRL preference", ("prompt", "chosen", "rejected"), lambda row: has_columns(row, *PREFERENCE_KEYS), _copy_row
     ),
     ColumnLayout(
         "LLaMA-Factory ShareGPT preference",
@@ -268,7 +268,7 @@ PAIRS = (
         "question with a better and a worse answer",
         ("question", "chosen", "rejected"),
         lambda row: has_columns(row, "question", "chosen", "rejected"),
-        lambda row, where: {**row, "prompt": _texts(row, where, "question")[0]},
+        lambda row, where: {**row, "prompt": _read_texts(row, where, "question")[0]},
     ),
     ColumnLayout(
         "pairs of transcripts of Human and Assistant",
@@ -282,13 +282,13 @@ PAIRS = (
         lambda row: (
             row.get("prompt") is None and _is_conversation(row.get("chosen")) and _is_conversation(row.get("rejected"))
         ),
-        _unchanged,
+        _copy_row,
     ),
 )
 
 LABELLED = (
     ColumnLayout(
-        "TRL KTO", ("prompt", "completion", "label"), lambda row: has_columns(row, "prompt", "completion"), _unchanged
+        "TRL KTO", ("prompt", "completion", "label"), lambda row: has_columns(row, "prompt", "completion"), _copy_row
     ),
     ColumnLayout(
         "LLaMA-Factory Alpaca KTO",

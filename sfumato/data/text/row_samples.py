@@ -45,7 +45,7 @@ def samples_of(
         Exception: any other error of reading or transforming a row, when the row's turn comes.
     """
     read = read_row_with_folder if has_media(transform) else (lambda rows, index: rows[index])
-    if not _asks(transform):
+    if not _may_be_asked(transform):
         for index in indices:
             try:
                 result: Any = transform(read(rows, index), rows.describe(index))
@@ -110,7 +110,7 @@ class SharedWork:
 
     def _do_share(self, transform: TextTransform, rows: RowTable, chunk: list[int]) -> list[_RowResult]:
         """The results of this rank's part of some rows; after an unexpected error no more."""
-        share = chunk[slice(*_share(len(chunk), self.rank, self.num_ranks))]
+        share = chunk[slice(*_rank_range(len(chunk), self.rank, self.num_ranks))]
         results: list[_RowResult] = []
         try:
             for index, samples in samples_of(transform, rows, share):
@@ -121,7 +121,7 @@ class SharedWork:
         return results
 
 
-def _share(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
+def _rank_range(count: int, rank: int, num_ranks: int) -> tuple[int, int]:
     """First and last position, exclusive, of a rank's part of so many rows."""
     return count * rank // num_ranks, count * (rank + 1) // num_ranks
 
@@ -208,7 +208,7 @@ class _Batch:
             self.num_characters += sum(map(len, texts))
 
 
-def _asks(transform: TextTransform) -> bool:
+def _may_be_asked(transform: TextTransform) -> bool:
     """Whether a transform may be asked through ``asks``.
 
     A subclass that overrides ``__call__`` without ``asks`` would be bypassed by the ``asks`` that it inherits.

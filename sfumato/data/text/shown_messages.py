@@ -53,7 +53,7 @@ def find_problem(message: JsonObject, answer: str) -> str | None:
         answer: as the model would write it, with the tag with which the prompt begins it.
     """
     contents = texts_in(message)
-    squeezed = _squeeze(answer)
+    squeezed = _remove_whitespace(answer)
     for content in contents:
         if not _is_shown(content, squeezed):
             return "the chat template leaves out some of what it says"
@@ -105,7 +105,7 @@ def join_blocks(text: str, blocks: Sequence[tuple[int, int]]) -> str:
 
 def _is_shown(said: str, squeezed_answer: str) -> bool:
     """Whether an answer without white space contains a text, as it is or as a JSON string."""
-    return any(_squeeze(form) in squeezed_answer for form in (said, _in_json(said)))
+    return any(_remove_whitespace(form) in squeezed_answer for form in (said, _in_json(said)))
 
 
 def _in_json(text: str) -> str:
@@ -113,6 +113,6 @@ def _in_json(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)[1:-1]
 
 
-def _squeeze(text: str) -> str:
+def _remove_whitespace(text: str) -> str:
     """A text without its white space."""
     return "".join(text.split())

@@ -149,7 +149,7 @@ def limit_compiled(compiled: Template, text: str) -> None:
     tree.set_environment(environment)
     limited = environment.from_string(tree)
     render = limited.root_render_func
-    compiled.root_render_func = lambda context: _bounded(render(context))
+    compiled.root_render_func = lambda context: _yield_bounded(render(context))
     compiled.blocks = limited.blocks
 
 
@@ -181,7 +181,7 @@ class _Folding(NodeTransformer):
         if not isinstance(node, nodes.Expr) or (isinstance(node, nodes.Literal) and not hasattr(node, "items")):
             return node
         try:
-            return nodes.Const(check_size(self._value(node)), lineno=node.lineno)
+            return nodes.Const(check_size(self._fold_value(node)), lineno=node.lineno)
         except TemplateLimitError:
             raise
         except Exception:  # no constant, or it fails, which is reported when it is rendered
@@ -189,11 +189,11 @@ class _Folding(NodeTransformer):
                 raise _budget.refusal from None
             return node
 
-    def _value(self, node: nodes.Expr) -> object:
+    def _fold_value(self, node: nodes.Expr) -> object:
         if isinstance(node, nodes.BinExpr) and node.operator in OPERATORS:
             return OPERATORS[node.operator](node.left.as_const(self._context), node.right.as_const(self._context))
         if isinstance(node, nodes.Concat):
-            return concatenated(part.as_const(self._context) for part in node.nodes)
+            return concatenate(part.as_const(self._context) for part in node.nodes)
         return node.as_const(self._context)
 
 
@@ -202,23 +202,23 @@ class _Counting(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802  (jinja's names)
         self.generic_visit(node)
-        node.iter = _filter(cast(nodes.Expr, node.iter), "_counted")
+        node.iter = _filter_node(cast(nodes.Expr, node.iter), "_counted")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
         self.generic_visit(node)
         # Joined by a filter of ours, since Jinja's own code for ``~`` would make the text before it could be measured.
-        return _filter(nodes.List(node.nodes, lineno=node.lineno), "_concatenated")
+        return _filter_node(nodes.List(node.nodes, lineno=node.lineno), "_concatenated")
 
-    def _literal(self, node: nodes.Expr) -> nodes.Node:
+    def _fold_literal(self, node: nodes.Expr) -> nodes.Node:
         self.generic_visit(node)
         # A list or tuple that is assigned to is no value.
-        return node if getattr(node, "ctx", "load") != "load" else _filter(node, "_measured")
+        return node if getattr(node, "ctx", "load") != "load" else _filter_node(node, "_measured")
 
-    visit_List = visit_Tuple = visit_Dict = _literal  # noqa: N815
+    visit_List = visit_Tuple = visit_Dict = _fold_literal  # noqa: N815
 
 
-def _filter(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filter_node(node: nodes.Expr, name: str) -> nodes.Filter:
     """The expression ``node | name``."""
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
@@ -268,7 +268,7 @@ def check_size(value: object) -> Any:
     return value
 
 
-def concatenated(values: Iterable[object]) -> str:
+def concatenate(values: Iterable[object]) -> str:
     """Joins the texts of all values. Raises TemplateLimitError when the result would be too long."""
     _count()
     texts = [str(value) for value in values]
@@ -276,7 +276,7 @@ def concatenated(values: Iterable[object]) -> str:
     return "".join(texts)
 
 
-def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+def _yield_bounded(pieces: Iterable[str]) -> Iterator[str]:
     """Yields the pieces of a rendered text. Raises TemplateLimitError when it becomes too long."""
     size = 0
     for piece in pieces:
@@ -306,14 +306,14 @@ def _add(first: object, second: object) -> object:
     return check_size(cast(Any, first) + second)
 
 
-def _power(first: Any, second: Any) -> object:
+def _bounded_power(first: Any, second: Any) -> object:
     _count()
     if isinstance(first, int) and isinstance(second, int) and first.bit_length() * abs(second) > MAX_BITS:
         _refuse(f"makes a number of more than {MAX_BITS:,} bits")
     return first**second
 
 
-def _modulo(first: Any, second: Any) -> object:
+def _bounded_modulo(first: Any, second: Any) -> object:
     _count()
     if isinstance(first, (str, bytes)):
         _check_format(first, second.values() if isinstance(second, Mapping) else second, "%", "*")
@@ -323,8 +323,8 @@ def _modulo(first: Any, second: Any) -> object:
 OPERATORS: dict[str, Callable[[Any, Any], object]] = {
     "*": _multiply,
     "+": _add,
-    "**": _power,
-    "%": _modulo,
+    "**": _bounded_power,
+    "%": _bounded_modulo,
     "-": operator.sub,
 }
 
@@ -395,11 +395,11 @@ def _limit_environment(environment: SandboxedEnvironment) -> None:
         return check_size(call(context, function, *arguments, **named))
 
     environment.call = call_within_limits
-    environment.concat = lambda pieces: "".join(_bounded(pieces))  # pyright: ignore[reportAttributeAccessIssue]
+    environment.concat = lambda pieces: "".join(_yield_bounded(pieces))  # pyright: ignore[reportAttributeAccessIssue]
     environment.globals.pop("lipsum", None)  # makes as many paragraphs as its argument says
     for name, function in list(environment.filters.items()):
         environment.filters[name] = _limit_filter(name, function)
-    environment.filters |= {"_counted": _Counted, "_concatenated": concatenated, "_measured": check_size}
+    environment.filters |= {"_counted": _Counted, "_concatenated": concatenate, "_measured": check_size}
     # The sandbox looks up intercepted operators in its table; the others become plain operators of Python.
     environment.intercepted_binops = frozenset(OPERATORS)
     environment.binop_table = {**environment.binop_table, **OPERATORS}

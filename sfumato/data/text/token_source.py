@@ -94,7 +94,7 @@ class StoreSteps:
         """Steps that are left of the run."""
         if self.length.steps is not None:
             return max(self.length.steps - state["step"], 0)
-        return sum(1 for _ in self._cuts(state))
+        return sum(1 for _ in self._cut_steps(state))
 
     def epochs(self, state: State) -> int:
         """Epochs that are complete at a state."""
@@ -102,7 +102,7 @@ class StoreSteps:
 
     def steps(self, state: State) -> Iterator[Step]:
         """The steps that are left of the run."""
-        for indices, epoch_ended, after in self._cuts(state):
+        for indices, epoch_ended, after in self._cut_steps(state):
             yield Step(
                 document_lengths=self.store.document_lengths[indices],
                 sources=self.store.source_of[indices].tolist(),
@@ -113,11 +113,11 @@ class StoreSteps:
                 after=after,
             )
 
-    def _cuts(self, state: State) -> Iterator[tuple[np.ndarray, bool, State]]:
+    def _cut_steps(self, state: State) -> Iterator[tuple[np.ndarray, bool, State]]:
         """Sample indices of each step, whether an epoch ended in it, and the state after it."""
         lengths = self.store.lengths
         sizes = lengths if self.rule.by_tokens else np.broadcast_to(np.int64(1), len(lengths))
-        ahead = _UpcomingSamples(self._epochs(state["samples"]), sizes)
+        ahead = _UpcomingSamples(self._iterate_epochs(state["samples"]), sizes)
         while not self.length.is_over(state):
             indices, epoch_ended = ahead.take_samples(self.rule.limit)
             if len(indices) == 0:
@@ -129,7 +129,7 @@ class StoreSteps:
             }
             yield indices, epoch_ended, state
 
-    def _epochs(self, position: int) -> Iterator[np.ndarray]:
+    def _iterate_epochs(self, position: int) -> Iterator[np.ndarray]:
         """Sample indices from a position on, epoch by epoch; endless where steps or tokens end the run."""
         first, offset = self.order.locate(position)
         endless = self.length.steps is not None or self.length.tokens is not None
@@ -267,7 +267,7 @@ class TextStream:
     def move(self, state: State, stream_sample: StreamSample) -> State:
         """The stream's state after a sample, from the state before it. The latter stays as it is."""
         state = {name: [*state[name]] for name in self.begin()}
-        state["taken"][stream_sample.reader] += self._amount(stream_sample.sample)
+        state["taken"][stream_sample.reader] += self._sample_amount(stream_sample.sample)
         state["places"][stream_sample.reader] = stream_sample.after
         return state
 
@@ -288,24 +288,24 @@ class TextStream:
             ReaderPlace(*counts, FilePlace(*block))  # pyright: ignore[reportCallIssue]
             for *counts, block in state["places"]
         )
-        samples = [self._samples(reader, place) for reader, place in enumerate(places)]
+        samples = [self._iterate_samples(reader, place) for reader, place in enumerate(places)]
         mixer = Mixer(self.sources.weights or [1.0], state["taken"], state["samples"])
         while True:
             reader = mixer.choose()
             stream_sample = next(samples[reader])
-            mixer.add(reader, self._amount(stream_sample.sample))
+            mixer.add(reader, self._sample_amount(stream_sample.sample))
             yield stream_sample
 
-    def _amount(self, sample: TextSample) -> int:
+    def _sample_amount(self, sample: TextSample) -> int:
         return sample.num_tokens if self.sources.level == "token" else 1
 
-    def _samples(self, reader: int, place: ReaderPlace) -> Iterator[StreamSample]:
+    def _iterate_samples(self, reader: int, place: ReaderPlace) -> Iterator[StreamSample]:
         """Yields the samples of a reader from a place on."""
         is_any_useful = place.row > 0  # rows before the place are not read again, and are taken to be usable
         while True:
             block = self.readers[reader].read(place.block, self.block_rows)
             num_done = place.row % self.block_rows
-            order = self._order(reader, place, len(block.rows))[num_done:]
+            order = self._order_block(reader, place, len(block.rows))[num_done:]
             for index, samples in self._samples_of(self.transform, block.rows, order):
                 where = block.rows.describe(index)
                 row = place.row
@@ -329,7 +329,7 @@ class TextStream:
                     yield StreamSample(samples[number], block.source(index), reader, next_place)
                 place = after
 
-    def _order(self, reader: int, place: ReaderPlace, length: int) -> Sequence[int]:
+    def _order_block(self, reader: int, place: ReaderPlace, length: int) -> Sequence[int]:
         """Indices of the rows of the block that a place lies in, in the order in which they are read."""
         if not self.shuffle:
             return range(length)
@@ -367,10 +367,10 @@ class StreamSteps:
         for _ in range(self.num_steps(state)):
             taken = waiting
             waiting = []
-            room = self.rule.limit - sum(map(self._size, taken))
+            room = self.rule.limit - sum(map(self._sample_size, taken))
             while room > 0:
                 streamed = next(samples)
-                room -= self._size(streamed)
+                room -= self._sample_size(streamed)
                 if room < 0 and taken:
                     waiting = [streamed]
                 else:
@@ -400,5 +400,5 @@ class StreamSteps:
                 self.stream.bad_rows.sum_up()
         self.stream.bad_rows.sum_up()
 
-    def _size(self, stream_sample: StreamSample) -> int:
+    def _sample_size(self, stream_sample: StreamSample) -> int:
         return stream_sample.sample.num_tokens if self.rule.by_tokens else 1

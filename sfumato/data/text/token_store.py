@@ -124,16 +124,16 @@ class TokenStore:
             start = int(self._ends[number - 1]) if number else 0
             numbers = None if self._numbers is None else self._numbers[start:stop]
             parts = (self._tokens[start:stop], self._loss_mask[start:stop].view(bool), numbers)
-            documents.append(Document(*parts, self._images(index, number)))
+            documents.append(Document(*parts, self._media_of_sample(index, number)))
         return TextSample(tuple(documents))
 
     def image_shapes(self, index: int) -> list[np.ndarray]:
         """``MediaRefs.shapes`` of those documents of a sample that have images. Opens no media file."""
         first = index * self.documents_per_sample
-        document_shapes = [self._shapes(number) for number in range(first, first + self.documents_per_sample)]
+        document_shapes = [self._media_shapes(number) for number in range(first, first + self.documents_per_sample)]
         return [shapes for shapes in document_shapes if len(shapes)]
 
-    def _shapes(self, number: int) -> np.ndarray:
+    def _media_shapes(self, number: int) -> np.ndarray:
         if self._row_of is None:
             return np.zeros((0, 3), np.int32)
         return self._image_shapes[int(self._image_ends[number - 1]) if number else 0 : int(self._image_ends[number])]
@@ -143,8 +143,8 @@ class TokenStore:
         place = (int(self.source_of[index]), int(self._row_of[index])) if self._row_of is not None else (0, 0)
         return [MediaPlace(*place, shapes) for shapes in self.image_shapes(index)]
 
-    def _images(self, index: int, number: int) -> MediaRefs | None:
-        shapes = self._shapes(number)
+    def _media_of_sample(self, index: int, number: int) -> MediaRefs | None:
+        shapes = self._media_shapes(number)
         if not len(shapes):
             return None
         place = MediaPlace(int(self.source_of[index]), int(cast(np.ndarray, self._row_of)[index]), shapes)

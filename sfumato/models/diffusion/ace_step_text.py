@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from sfumato.config.open_mappings import Keywords
-from sfumato.models.diffusion.latents import embed_one_by_one, padded
+from sfumato.models.diffusion.latents import embed_one_by_one, pad_embeds
 from sfumato.models.diffusion.waveform_latents import WaveformLatents
 
 LANGUAGE_HEADING = re.compile(r"^# Languages?[ \t\r]*$", re.MULTILINE)
@@ -37,15 +37,17 @@ class ACEStepText(WaveformLatents):
 
     def prompt_as_read(self, prompt: str) -> str:
         """Caption and lyrics in their templates, which count towards the limit together."""
-        return "".join(self.pipeline._format_prompt(**self._arguments(prompt))) if prompt else ""
+        return "".join(self.pipeline._format_prompt(**self._pipeline_arguments(prompt))) if prompt else ""
 
     @torch.no_grad()
     def embed_prompts(self, prompts: list[str]) -> dict[str, Tensor]:
         """``prompt_embeds`` ``[B, T, D]`` and ``prompt_mask``, bool ``[B, T]``; T is 1 more than
         ``max_sequence_length``, for the timbre."""
-        return embed_one_by_one(prompts, lambda prompt: padded(self._embed_one(prompt), self.max_sequence_length + 1))
+        return embed_one_by_one(
+            prompts, lambda prompt: pad_embeds(self._embed_one(prompt), self.max_sequence_length + 1)
+        )
 
-    def _arguments(self, prompt: str) -> Keywords:
+    def _pipeline_arguments(self, prompt: str) -> Keywords:
         """What the pipeline is called with for a prompt."""
         caption, lyrics = _split_at(LYRICS_HEADING, prompt)
         caption, language = _split_at(LANGUAGE_HEADING, caption)
@@ -58,7 +60,7 @@ class ACEStepText(WaveformLatents):
         if not prompt:
             return encoder.null_condition_emb
         limit = self.max_sequence_length
-        arguments = self._arguments(prompt)
+        arguments = self._pipeline_arguments(prompt)
         arguments |= {name: [arguments[name]] for name in ("prompt", "lyrics")}
         caption, caption_mask, lyrics, lyrics_mask = self.pipeline.encode_prompt(
             **arguments, device=self.device, max_text_length=limit - 1, max_lyric_length=limit

@@ -25,7 +25,7 @@ from sfumato.models.diffusion.adapter_files import fold_scale, save_for_comfyui,
 from sfumato.models.diffusion.conditioning import Conditioning, exchange_branches, share_gradient
 from sfumato.models.diffusion.frozen_parts import FrozenParts, check_frozen_parts
 from sfumato.parallel.dropout import keyed_dropout
-from sfumato.parallel.finite import listed
+from sfumato.parallel.finite import list_first
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.parallelize import move_to_devices, parallelize, weights_device
 from sfumato.parallel.plan import ParallelPlan
@@ -477,7 +477,7 @@ class DiffusionModel(FrozenParts):
             bad_weights = [] if component is self.denoiser else weights_not_finite(component)
             if bad_weights:
                 raise NonFiniteError(
-                    f"{name}: weights are NaN or infinite: {listed(bad_weights)}. Nothing was exported"
+                    f"{name}: weights are NaN or infinite: {list_first(bad_weights)}. Nothing was exported"
                 )
         pipeline = copy.copy(self.pipeline)
         pipeline.register_modules(**self.split_denoiser(plain))

@@ -61,7 +61,8 @@ def identify_encoders(model: DiffusionModel) -> EncoderIdentity:
     family = type(model).__name__
     limit = model.max_sequence_length
     return EncoderIdentity(
-        _digest([family, latents, autoencoder]), _digest([family, limit, prompts, encoders, processors, source_encoder])
+        _digest_value([family, latents, autoencoder]),
+        _digest_value([family, limit, prompts, encoders, processors, source_encoder]),
     )
 
 
@@ -93,5 +94,5 @@ def _digest_tensor(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype}{tuple(tensor.shape)}{hashlib.blake2b(content, digest_size=16).hexdigest()}"  # pyright: ignore[reportArgumentType]  (an array is a buffer)
 
 
-def _digest(value: object) -> str:
+def _digest_value(value: object) -> str:
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).hexdigest()

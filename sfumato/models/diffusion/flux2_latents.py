@@ -17,11 +17,11 @@ class Flux2Latents(KLLatents, FlowTokens):
         return (channels, height // self.probe_size, width // self.probe_size)
 
     def pixels_to_latents(self, pixels: Tensor) -> Tensor:
-        mean, std = self._statistics()
+        mean, std = self._channel_statistics()
         return (self.to_patches(super().pixels_to_latents(pixels)) - mean) / std
 
     def latents_to_pixels(self, latents: Tensor) -> Tensor:
-        mean, std = self._statistics()
+        mean, std = self._channel_statistics()
         return super().latents_to_pixels(self.from_patches(latents.float() * std + mean))
 
     def to_patches(self, latents: Tensor) -> Tensor:
@@ -40,7 +40,7 @@ class Flux2Latents(KLLatents, FlowTokens):
     def _latent_scale(self, like: Tensor) -> tuple[float | Tensor, float | Tensor]:
         return 0.0, 1.0  # patches are normalised instead
 
-    def _statistics(self) -> tuple[Tensor, Tensor]:
+    def _channel_statistics(self) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation of each channel of the patches, ``[C, 1, 1]``."""
         vae = self.pipeline.vae
         variance = vae.bn.running_var.float() + self.batch_norm_eps

@@ -362,11 +362,11 @@ class FrozenParts(ABC):
             self.encoder_names if images_by_digest is None else (*self.encoder_names, *self.autoencoder_names)
         )
         with torch.no_grad(), self.at_work(*component_names):
-            self._embed(missing, images_by_digest)
+            self._embed_missing(missing, images_by_digest)
         for prompt, _ in missing:
             self._report_if_truncated(prompt)
 
-    def _embed(self, missing: list[tuple[str, str]], images_by_digest: dict[str, np.ndarray] | None) -> None:
+    def _embed_missing(self, missing: list[tuple[str, str]], images_by_digest: dict[str, np.ndarray] | None) -> None:
         """Embeds prompts, with their images if there are any, and caches the result."""
         if images_by_digest is not None:
             for prompt, digest in missing:  # one by one: the bits of an embedding must not depend on its batch

@@ -16,7 +16,14 @@ from torch import Tensor, nn
 
 from sfumato.models.diffusion import plans
 from sfumato.models.diffusion.described import Blueprint, TextPart
-from sfumato.models.diffusion.latents import PATCH, FlowSchedule, PaddedPrompts, embed_one_by_one, padded, token_counts
+from sfumato.models.diffusion.latents import (
+    PATCH,
+    FlowSchedule,
+    PaddedPrompts,
+    embed_one_by_one,
+    pad_embeds,
+    token_counts,
+)
 from sfumato.models.diffusion.scratch import (
     build_clip_encoder,
     build_clip_tokenizer,
@@ -90,7 +97,7 @@ class KandinskyText(PaddedPrompts, FlowSchedule):
 
         def embed(prompt: str) -> dict[str, Tensor]:
             embeds, pooled, _ = self.pipeline.encode_prompt(prompt, max_sequence_length=length, device=self.device)
-            return {**padded(embeds, length), "pooled": pooled}
+            return {**pad_embeds(embeds, length), "pooled": pooled}
 
         return embed_one_by_one(prompts, embed)
 

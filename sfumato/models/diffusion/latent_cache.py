@@ -271,7 +271,7 @@ class _Builder:
         blank = model.blank_images(1, *dataset.size[:2], _num_sources(dataset))
         nothing = RowKeys(NOTHING, b"blank" if blank else b"", "")
         if nothing.prompt not in self._prompts:
-            self._embed({nothing.prompt: ("", blank[0] if blank else None)})
+            self._embed_prompts({nothing.prompt: ("", blank[0] if blank else None)})
         rows = DatasetRows([NOTHING] * count, [NOTHING] * count, [NOTHING] * count, nothing.prompt, [], [])
         rows.paths += [] if isinstance(dataset, GlyphDataset) else map(str, dataset.tables())
         starts = range(0, count, batch_size)
@@ -316,7 +316,7 @@ class _Builder:
                 rows.paths += dataset.paths(index)
                 self._leave_out(index, error, rows)
         keys: dict[int, RowKeys] = {}
-        for index, digests in zip(files, pool.map(self._digest, files.values()), strict=True):
+        for index, digests in zip(files, pool.map(self._digest_row, files.values()), strict=True):
             if isinstance(digests, OSError):
                 self._leave_out(index, DataError(f"{dataset.describe(index)}: {digests}"), rows)
                 continue
@@ -330,7 +330,7 @@ class _Builder:
             )
         return keys
 
-    def _digest(self, files: list[File]) -> list[bytes] | OSError:
+    def _digest_row(self, files: list[File]) -> list[bytes] | OSError:
         """Digests of the files of a row; returns an error, since it runs in a thread of a pool."""
         try:
             return [self._digests[file] for file in files]
@@ -354,7 +354,7 @@ class _Builder:
                 continue
             prompts |= {key.prompt: (key.caption, source), key.negative: ("", source)}
         keys = {index: key for index, key in keys.items() if index in pictures}
-        bad_keys = self._embed({key: prompt for key, prompt in prompts.items() if key not in self._prompts})
+        bad_keys = self._embed_prompts({key: prompt for key, prompt in prompts.items() if key not in self._prompts})
         # Of several rows with one picture the first is encoded: reversed, since the last one wins in a comprehension.
         index_of_new = {key.latents: index for index, key in reversed(keys.items()) if key.latents not in self._latents}
         index_of_new = dict(reversed(index_of_new.items()))
@@ -381,7 +381,7 @@ class _Builder:
             if stat_of(path) != stat:
                 raise DataError(f"{self._dataset.describe(index)}: {path} changed while it was read: start again")
 
-    def _embed(self, prompts: dict[bytes, tuple[str, np.ndarray | None]]) -> set[bytes]:
+    def _embed_prompts(self, prompts: dict[bytes, tuple[str, np.ndarray | None]]) -> set[bytes]:
         """Embeds prompts with their source images and writes the embeddings.
 
         Args:

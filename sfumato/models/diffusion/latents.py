@@ -156,7 +156,7 @@ def grid_ids(rows: int, columns: int, image: int, device: torch.device) -> Tenso
     return torch.nn.functional.pad(grid, (1, 0), value=float(image))
 
 
-def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
+def pad_embeds(embeds: Tensor, length: int) -> dict[str, Tensor]:
     """Pads embeddings ``[1, T, D]``: ``prompt_embeds`` ``[1, length, D]`` and ``prompt_mask``, false at the padding."""
     return {
         "prompt_embeds": torch.nn.functional.pad(embeds, (0, 0, 0, length - embeds.shape[1])),
@@ -165,7 +165,7 @@ def padded(embeds: Tensor, length: int) -> dict[str, Tensor]:
 
 
 def padded_with_images(model: DiffusionModel, prompt: str, embeds: Tensor, image_tokens: int) -> dict[str, Tensor]:
-    """What ``padded`` returns for a prompt that is read with images, whose tokens come on top of its limit.
+    """What ``pad_embeds`` returns for a prompt that is read with images, whose tokens come on top of its limit.
 
     Args:
         model: ``max_sequence_length`` limits the prompt and its template.
@@ -182,7 +182,7 @@ def padded_with_images(model: DiffusionModel, prompt: str, embeds: Tensor, image
             f"model.max_sequence_length {model.max_sequence_length}: this prompt takes "
             f"{embeds.shape[1] - image_tokens} tokens, and one that goes with an image cannot be cut: {prompt!r}"
         )
-    return padded(embeds, length)
+    return pad_embeds(embeds, length)
 
 
 def count_image_tokens(processor: Any, height: int, width: int) -> int:
@@ -214,8 +214,8 @@ def embed_one_by_one(prompts: Sequence[str], embed: Callable[[str], dict[str, Te
 
 
 def pad_rows(rows: Sequence[Tensor], length: int) -> dict[str, Tensor]:
-    """What ``padded`` returns for B embeddings ``[T, D]`` of their own lengths, ``[B, length, ...]``."""
-    parts = [padded(row[None], length) for row in rows]
+    """What ``pad_embeds`` returns for B embeddings ``[T, D]`` of their own lengths, ``[B, length, ...]``."""
+    parts = [pad_embeds(row[None], length) for row in rows]
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 

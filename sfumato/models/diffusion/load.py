@@ -33,7 +33,7 @@ from sfumato.models.diffusion.folder_parts import (
 )
 from sfumato.models.diffusion.schedulers import FILE as SCHEDULER_FILE
 from sfumato.models.diffusion.schedulers import require_scipy
-from sfumato.parallel.finite import listed
+from sfumato.parallel.finite import list_first
 from sfumato.parallel.weights import build_on_meta, refuse_misread, refuse_not_finite
 
 if TYPE_CHECKING:
@@ -263,8 +263,8 @@ def build_diffusion_model(
         lacking = [weight for weight, parameter in component.named_parameters() if parameter.is_meta]
         if lacking and (component is not model.denoiser or init_device != "meta"):
             raise ConfigError(
-                f"model.model_path {source}: the files of {name} lack {listed(lacking)}, which its config.json asks "
-                "for: the two are not of one model; copy both from the same place"
+                f"model.model_path {source}: the files of {name} lack {list_first(lacking)}, which its config.json "
+                "asks for: the two are not of one model; copy both from the same place"
             )
         if name in idle_components:
             component.to(model.idle_device)

@@ -96,7 +96,7 @@ class VariancePreserving(DiffusionModel):
 
     def variance_preserving(self, latents: Tensor, sigma: Tensor) -> Tensor:
         """The latents on the path that the network was trained on, float32."""
-        return latents.float() / self._norm(sigma, latents)
+        return latents.float() / self._velocity_scale(sigma, latents)
 
     def velocity(self, predicted: Tensor, latents: Tensor, sigma: Tensor) -> Tensor:
         """The velocity, float32, of the network's prediction.
@@ -108,13 +108,13 @@ class VariancePreserving(DiffusionModel):
         s = _for_each(sigma, latents)
         if self.pipeline.scheduler.config.prediction_type == "v_prediction":
             # v = a eps - c x0, with a = (1 - s) / norm and c = s / norm, solved for eps - x0.
-            norm = self._norm(sigma, latents)
+            norm = self._velocity_scale(sigma, latents)
             return predicted / norm + (2 * s - 1) * x / norm**2
         # Above the largest level of the schedule, and at s = 1, the divisor must not become 0.
         return (predicted - x) / (1 - s.clamp(max=self.largest))
 
     @staticmethod
-    def _norm(sigma: Tensor, latents: Tensor) -> Tensor:
+    def _velocity_scale(sigma: Tensor, latents: Tensor) -> Tensor:
         """1 / (a + c) for each row."""
         s = _for_each(sigma, latents)
         return torch.sqrt((1 - s) ** 2 + s**2)

@@ -32,10 +32,10 @@ def _joint_attention(may_lack: str = "") -> dict[str, str]:
     styles = dict.fromkeys(("to_q", "to_k", "to_v", "add_q_proj", "add_k_proj", "add_v_proj"), "colwise")
     styles |= dict.fromkeys(("norm_q", "norm_k", "norm_added_q", "norm_added_k"), f"{HEAD_NORM}{may_lack}")
     styles |= {"to_out.0": "rowwise", "to_add_out": f"rowwise{may_lack}"}
-    return _within("transformer_blocks.*.attn", styles)
+    return _prefix_styles("transformer_blocks.*.attn", styles)
 
 
-def _attention(place: str, norms: str = HEAD_NORM, may_lack: str = "", **further: str) -> dict[str, str]:
+def _attention_styles(place: str, norms: str = HEAD_NORM, may_lack: str = "", **further: str) -> dict[str, str]:
     """Styles of the layers of an attention with its own queries, keys, values and output.
 
     Args:
@@ -47,21 +47,21 @@ def _attention(place: str, norms: str = HEAD_NORM, may_lack: str = "", **further
     styles = dict.fromkeys(("to_q", "to_k", "to_v"), "colwise")
     styles |= {"norm_q": norms, "norm_k": norms} if norms else {}
     styles |= {"to_out.0": "rowwise", **further}
-    return _within(place, {name: f"{style}{may_lack}" for name, style in styles.items()})
+    return _prefix_styles(place, {name: f"{style}{may_lack}" for name, style in styles.items()})
 
 
 def _feed_forward(place: str, may_lack: str = "") -> dict[str, str]:
-    """Styles of the layers of diffusers' ``FeedForward``; ``may_lack`` as for ``_attention``."""
+    """Styles of the layers of diffusers' ``FeedForward``; ``may_lack`` as for ``_attention_styles``."""
     return {f"{place}.net.0.proj": f"colwise{may_lack}", f"{place}.net.2": f"rowwise{may_lack}"}
 
 
-def _gated(place: str, gate: str, values: str, output: str, may_lack: str = "") -> dict[str, str]:
-    """Styles of a feed-forward layer of three matrices, by their names; ``may_lack`` as for ``_attention``."""
+def _gated_styles(place: str, gate: str, values: str, output: str, may_lack: str = "") -> dict[str, str]:
+    """Styles of a feed-forward layer of three matrices, by their names; ``may_lack`` as for ``_attention_styles``."""
     styles = {gate: "colwise", values: "colwise", output: "rowwise"}
-    return _within(place, {name: f"{style}{may_lack}" for name, style in styles.items()})
+    return _prefix_styles(place, {name: f"{style}{may_lack}" for name, style in styles.items()})
 
 
-def _within(place: str, styles: dict[str, str]) -> dict[str, str]:
+def _prefix_styles(place: str, styles: dict[str, str]) -> dict[str, str]:
     """Styles by the names of layers within a place."""
     return {f"{place}.{name}": style for name, style in styles.items()}
 
@@ -71,7 +71,7 @@ SD3 = ParallelPlan(
     tensor={
         **_joint_attention(may_lack="?"),  # norms, and in the last block the output of the text
         # dual attention: Stable Diffusion 3.5 medium
-        **_attention("transformer_blocks.*.attn2", may_lack="?"),
+        **_attention_styles("transformer_blocks.*.attn2", may_lack="?"),
         **_feed_forward("transformer_blocks.*.ff"),
         **_feed_forward("transformer_blocks.*.ff_context", may_lack="?"),
     },
@@ -126,8 +126,8 @@ QWEN_IMAGE = ParallelPlan(
 QWEN_IMAGE21 = ParallelPlan(
     blocks=("QwenImage21TransformerBlock",),
     tensor={
-        **_attention("transformer_blocks.*.attn"),
-        **_gated("transformer_blocks.*.img_mlp", "gate_layer", "proj", "out"),
+        **_attention_styles("transformer_blocks.*.attn"),
+        **_gated_styles("transformer_blocks.*.img_mlp", "gate_layer", "proj", "out"),
     },
 )
 
@@ -137,8 +137,8 @@ Z_IMAGE = ParallelPlan(
         layer: style
         for stack in ("layers", "noise_refiner", "context_refiner")
         for layer, style in {
-            **_attention(f"{stack}.*.attention", norms=f"{HEAD_NORM}?"),
-            **_gated(f"{stack}.*.feed_forward", "w1", "w3", "w2"),
+            **_attention_styles(f"{stack}.*.attention", norms=f"{HEAD_NORM}?"),
+            **_gated_styles(f"{stack}.*.feed_forward", "w1", "w3", "w2"),
         }.items()
     },
     sequence={
@@ -155,8 +155,8 @@ _WAN_IMAGE = {"add_k_proj": "colwise?", "add_v_proj": "colwise?", "norm_added_k"
 WAN = ParallelPlan(
     blocks=("WanTransformerBlock",),
     tensor={
-        **_attention("blocks.*.attn1", "norm_across_heads", **_WAN_IMAGE),
-        **_attention("blocks.*.attn2", "norm_across_heads", **_WAN_IMAGE),
+        **_attention_styles("blocks.*.attn1", "norm_across_heads", **_WAN_IMAGE),
+        **_attention_styles("blocks.*.attn2", "norm_across_heads", **_WAN_IMAGE),
         **_feed_forward("blocks.*.ffn"),
     },
     sequence={
@@ -175,8 +175,8 @@ UNET = ParallelPlan(
         f"{place}.transformer_blocks.*.{layer}": f"{style}?"  # not every level of a UNet has attention
         for place in ("down_blocks.*.attentions.*", "mid_block.attentions.*", "up_blocks.*.attentions.*")
         for layer, style in {
-            **_attention("attn1", norms=""),
-            **_attention("attn2", norms=""),
+            **_attention_styles("attn1", norms=""),
+            **_attention_styles("attn2", norms=""),
             "ff.net.0.proj": "packed_colwise:2",  # values and gates
             "ff.net.2": "rowwise",
         }.items()
@@ -215,8 +215,8 @@ LUMINA2 = ParallelPlan(
         layer: style
         for stack in ("layers", "noise_refiner", "context_refiner")
         for layer, style in {
-            **_attention(f"{stack}.*.attn"),
-            **_gated(f"{stack}.*.feed_forward", "linear_1", "linear_3", "linear_2"),
+            **_attention_styles(f"{stack}.*.attn"),
+            **_gated_styles(f"{stack}.*.feed_forward", "linear_1", "linear_3", "linear_2"),
         }.items()
     },
     sequence={
@@ -230,16 +230,16 @@ LUMINA2 = ParallelPlan(
 SANA = ParallelPlan(
     blocks=("SanaTransformerBlock",),
     tensor={
-        **_attention("transformer_blocks.*.attn1", norms="norm_across_heads?"),  # norms: Sana 1.5
-        **_attention("transformer_blocks.*.attn2", norms="norm_across_heads?"),
+        **_attention_styles("transformer_blocks.*.attn1", norms="norm_across_heads?"),  # norms: Sana 1.5
+        **_attention_styles("transformer_blocks.*.attn2", norms="norm_across_heads?"),
     },
 )
 
 ERNIE_IMAGE = ParallelPlan(
     blocks=("ErnieImageSharedAdaLNBlock",),
     tensor={
-        **_attention("layers.*.self_attention"),
-        **_gated("layers.*.mlp", "gate_proj", "up_proj", "linear_fc2"),
+        **_attention_styles("layers.*.self_attention"),
+        **_gated_styles("layers.*.mlp", "gate_proj", "up_proj", "linear_fc2"),
     },
     sequence={  # hidden states and modulation are [tokens, batch, features]
         "layers.0": {"x": Split(0)},
@@ -251,8 +251,8 @@ ERNIE_IMAGE = ParallelPlan(
 KREA2 = ParallelPlan(
     blocks=("Krea2TransformerBlock", "Krea2TextFusionBlock"),
     tensor={
-        **_attention("transformer_blocks.*.attn", to_gate="colwise"),
-        **_gated("transformer_blocks.*.ff", "gate", "up", "down"),
+        **_attention_styles("transformer_blocks.*.attn", to_gate="colwise"),
+        **_gated_styles("transformer_blocks.*.ff", "gate", "up", "down"),
     },
     sequence={
         "transformer_blocks.0": {"hidden_states": Split(1)},
@@ -267,8 +267,8 @@ KREA2 = ParallelPlan(
 IDEOGRAM4 = ParallelPlan(
     blocks=("Ideogram4TransformerBlock",),
     tensor={
-        **_attention("layers.*.attention"),
-        **_gated("layers.*.feed_forward", "w1", "w3", "w2"),
+        **_attention_styles("layers.*.attention"),
+        **_gated_styles("layers.*.feed_forward", "w1", "w3", "w2"),
     },
     sequence={
         "layers.0": {"hidden_states": Split(1)},
@@ -293,10 +293,10 @@ _HIDREAM_BLOCK = {
     "attn1.k_rms_norm_t": "norm_across_heads?",
     "attn1.to_out_t": "rowwise?",
     # models without experts have one feed-forward layer
-    **_gated("ff_i", "w1", "w3", "w2", may_lack="?"),
-    **_gated("ff_i.experts.*", "w1", "w3", "w2", may_lack="?"),
-    **_gated("ff_i.shared_experts", "w1", "w3", "w2", may_lack="?"),
-    **_gated("ff_t", "w1", "w3", "w2", may_lack="?"),
+    **_gated_styles("ff_i", "w1", "w3", "w2", may_lack="?"),
+    **_gated_styles("ff_i.experts.*", "w1", "w3", "w2", may_lack="?"),
+    **_gated_styles("ff_i.shared_experts", "w1", "w3", "w2", may_lack="?"),
+    **_gated_styles("ff_t", "w1", "w3", "w2", may_lack="?"),
 }
 
 HIDREAM = ParallelPlan(
@@ -322,7 +322,7 @@ SANA_VIDEO = replace(SANA, blocks=("SanaVideoTransformerBlock",))
 COGVIDEOX = ParallelPlan(
     blocks=("CogVideoXBlock",),
     tensor={
-        **_attention("transformer_blocks.*.attn1"),
+        **_attention_styles("transformer_blocks.*.attn1"),
         **_feed_forward("transformer_blocks.*.ff"),
     },
     sequence={
@@ -388,7 +388,7 @@ LTX2 = ParallelPlan(
         **{
             layer: style
             for name in ("attn1", "attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn", "video_to_audio_attn")
-            for layer, style in _attention(
+            for layer, style in _attention_styles(
                 f"transformer_blocks.*.{name}",
                 "norm_across_heads",
                 to_gate_logits="colwise?",  # LTX-2.3: a number for each head
@@ -414,9 +414,9 @@ LTX2 = ParallelPlan(
 ACE_STEP = ParallelPlan(
     blocks=("AceStepTransformerBlock",),
     tensor={
-        **_attention("layers.*.self_attn"),
-        **_attention("layers.*.cross_attn"),
-        **_gated("layers.*.mlp", "gate_proj", "up_proj", "down_proj"),
+        **_attention_styles("layers.*.self_attn"),
+        **_attention_styles("layers.*.cross_attn"),
+        **_gated_styles("layers.*.mlp", "gate_proj", "up_proj", "down_proj"),
     },
     sequence={
         "layers.0": {"hidden_states": Split(1)},

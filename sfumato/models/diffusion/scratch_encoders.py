@@ -65,14 +65,14 @@ class LanguageEncoder:
         return encoder
 
 
-def _gemma(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+def _gemma_arguments(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
     return settings | {"bos_token_id": tokenizer.bos_token_id, "query_pre_attn_scalar": settings["head_dim"]}
 
 
-def _t5gemma(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+def _t5gemma_arguments(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
     from transformers import T5GemmaModuleConfig
 
-    module = T5GemmaModuleConfig(**_gemma(tokenizer, settings))
+    module = T5GemmaModuleConfig(**_gemma_arguments(tokenizer, settings))
     return {"encoder": module, "decoder": module, "is_encoder_decoder": False}
 
 
@@ -85,22 +85,22 @@ SMALL_VISION: Keywords = {
 """Settings of a vision tower, which reads no prompt."""
 
 
-def _gemma3(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+def _gemma3_arguments(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
     from transformers import Gemma3TextConfig, SiglipVisionConfig
 
     vision = SiglipVisionConfig(**SMALL_VISION, image_size=28, patch_size=14)
-    text = Gemma3TextConfig(**_gemma(tokenizer, settings))
+    text = Gemma3TextConfig(**_gemma_arguments(tokenizer, settings))
     return {"text_config": text, "vision_config": vision, "mm_tokens_per_image": 4}
 
 
-def _mistral3(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+def _mistral3_arguments(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
     from transformers import MistralConfig, PixtralVisionConfig
 
     vision = PixtralVisionConfig(**SMALL_VISION, image_size=32, patch_size=16)
     return {"text_config": MistralConfig(**settings, sliding_window=None), "vision_config": vision}
 
 
-def _qwen3_vl(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
+def _qwen3_vl_arguments(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
     # Rotary frequencies of a head, shared out to time, height and width: 24, 20, 20 of 64 in Qwen's own model.
     num_frequencies = settings["head_dim"] // 2
     side = num_frequencies * 5 // 16
@@ -119,18 +119,24 @@ def _qwen3_vl(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keyword
 
 
 def _qwen3_vl_with_images(tokenizer: PreTrainedTokenizerBase, settings: Keywords) -> Keywords:
-    return _qwen3_vl(tokenizer, settings) | image_token_ids(tokenizer)
+    return _qwen3_vl_arguments(tokenizer, settings) | image_token_ids(tokenizer)
 
 
 build_qwen3_encoder = LanguageEncoder("Qwen3Model", "Qwen3Config")
 build_qwen3_causal_encoder = LanguageEncoder("Qwen3ForCausalLM", "Qwen3Config")
 build_llama_encoder = LanguageEncoder("LlamaForCausalLM", "LlamaConfig")
-build_gemma2_encoder = LanguageEncoder("Gemma2Model", "Gemma2Config", _gemma, spreads_tokens=False)
-build_gemma3_encoder = LanguageEncoder("Gemma3ForConditionalGeneration", "Gemma3Config", _gemma3, spreads_tokens=False)
-build_t5gemma_encoder = LanguageEncoder("T5GemmaEncoderModel", "T5GemmaConfig", _t5gemma, spreads_tokens=False)
-build_mistral3_encoder = LanguageEncoder("Mistral3Model", "Mistral3Config", _mistral3)
-build_mistral3_causal_encoder = LanguageEncoder("Mistral3ForConditionalGeneration", "Mistral3Config", _mistral3)
-build_qwen3_vl_encoder = LanguageEncoder("Qwen3VLModel", "Qwen3VLConfig", _qwen3_vl)
+build_gemma2_encoder = LanguageEncoder("Gemma2Model", "Gemma2Config", _gemma_arguments, spreads_tokens=False)
+build_gemma3_encoder = LanguageEncoder(
+    "Gemma3ForConditionalGeneration", "Gemma3Config", _gemma3_arguments, spreads_tokens=False
+)
+build_t5gemma_encoder = LanguageEncoder(
+    "T5GemmaEncoderModel", "T5GemmaConfig", _t5gemma_arguments, spreads_tokens=False
+)
+build_mistral3_encoder = LanguageEncoder("Mistral3Model", "Mistral3Config", _mistral3_arguments)
+build_mistral3_causal_encoder = LanguageEncoder(
+    "Mistral3ForConditionalGeneration", "Mistral3Config", _mistral3_arguments
+)
+build_qwen3_vl_encoder = LanguageEncoder("Qwen3VLModel", "Qwen3VLConfig", _qwen3_vl_arguments)
 build_qwen3_vl_causal_encoder = LanguageEncoder(
     "Qwen3VLForConditionalGeneration", "Qwen3VLConfig", _qwen3_vl_with_images
 )

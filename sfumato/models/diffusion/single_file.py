@@ -42,7 +42,7 @@ TEXT_ATTENTION = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_
 """The same for the text in an attention of text and image."""
 
 
-def _attention(prefix: str, layers: tuple[str, ...], norms: tuple[str, str], name: str = "attn") -> Layers:
+def _attention_layers(prefix: str, layers: tuple[str, ...], norms: tuple[str, str], name: str = "attn") -> Layers:
     """The layers of an attention, with queries, keys and values in one matrix.
 
     Args:
@@ -62,8 +62,8 @@ def _attention(prefix: str, layers: tuple[str, ...], norms: tuple[str, str], nam
 
 _FLUX_NORMS = ("norm.query_norm", "norm.key_norm")
 _FLUX_ATTENTIONS = {
-    **_attention("img_attn", IMAGE_ATTENTION, _FLUX_NORMS),
-    **_attention("txt_attn", TEXT_ATTENTION, _FLUX_NORMS),
+    **_attention_layers("img_attn", IMAGE_ATTENTION, _FLUX_NORMS),
+    **_attention_layers("txt_attn", TEXT_ATTENTION, _FLUX_NORMS),
 }
 
 _FLUX = SingleFileNames(
@@ -157,9 +157,9 @@ _FLUX2 = SingleFileNames(
 
 _SD3_NORMS = ("ln_q", "ln_k")
 _SD3_ATTENTIONS = {
-    **_attention("x_block.attn", IMAGE_ATTENTION, _SD3_NORMS),
-    **_attention("x_block.attn2", IMAGE_ATTENTION, _SD3_NORMS, name="attn2"),
-    **_attention("context_block.attn", TEXT_ATTENTION, _SD3_NORMS),
+    **_attention_layers("x_block.attn", IMAGE_ATTENTION, _SD3_NORMS),
+    **_attention_layers("x_block.attn2", IMAGE_ATTENTION, _SD3_NORMS, name="attn2"),
+    **_attention_layers("context_block.attn", TEXT_ATTENTION, _SD3_NORMS),
 }
 
 _SD3 = SingleFileNames(
@@ -350,14 +350,14 @@ def _check(written: Mapping[str, Tensor], weights: Mapping[str, Tensor], class_n
 
     convert = SINGLE_FILE_LOADABLE_CLASSES[class_name]["checkpoint_mapping_fn"]
     try:
-        converted = convert(checkpoint={name: _column(weight) for name, weight in written.items()})
+        converted = convert(checkpoint={name: _first_column(weight) for name, weight in written.items()})
     except Exception as error:  # the converters take sizes of the published models for granted
         raise ConfigError(
             f"{class_name} as one file: diffusers' converter, which takes the published sizes, does not read it: "
             f"{type(error).__name__}: {error}"
         ) from error
-    expected = {name: _column(weight) for name, weight in weights.items()}
-    differing = [name for name in expected.keys() | converted.keys() if not _same(expected, converted, name)]
+    expected = {name: _first_column(weight) for name, weight in weights.items()}
+    differing = [name for name in expected.keys() | converted.keys() if not _are_equal(expected, converted, name)]
     if differing:
         raise ConfigError(
             f"{class_name} as one file: diffusers reads {len(differing)} weights of it as others, such as "
@@ -365,9 +365,9 @@ def _check(written: Mapping[str, Tensor], weights: Mapping[str, Tensor], class_n
         )
 
 
-def _column(weight: Tensor) -> Tensor:
+def _first_column(weight: Tensor) -> Tensor:
     return weight[:, :1] if weight.ndim > 1 else weight
 
 
-def _same(expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], name: str) -> bool:
+def _are_equal(expected: Mapping[str, Tensor], converted: Mapping[str, Tensor], name: str) -> bool:
     return name in expected and name in converted and torch.equal(expected[name], converted[name])

@@ -29,7 +29,7 @@ from sfumato.parallel.memory import (
     is_converted_weight,
     storage_of,
 )
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import local_shard
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -298,7 +298,7 @@ class _Counter(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Counts a tensor that autograd saves."""
-        plain = local(tensor.detach())
+        plain = local_shard(tensor.detach())
         if (storage := storage_of(plain)) in self._seen:
             return plain
         self._seen[storage] = plain
@@ -352,7 +352,7 @@ class _Counter(TorchDispatchMode):
         return result
 
 
-def autocast(dtype: torch.dtype | None) -> AbstractContextManager[object]:
+def fake_autocast(dtype: torch.dtype | None) -> AbstractContextManager[object]:
     """Autocast for fake tensors, which are on the CPU; None leaves it off."""
     return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
 

@@ -43,12 +43,12 @@ LOW_PRECISION = (torch.bfloat16, torch.float16)
 @contextmanager
 def as_on_cuda(on_gpu: bool = True) -> Iterator[None]:
     """Inside, autocast of the CPU has the rules of CUDA's; with ``on_gpu`` False nothing is changed."""
-    with _registered() if on_gpu else nullcontext():
+    with _register_cuda_rules() if on_gpu else nullcontext():
         yield
 
 
 @contextmanager
-def _registered() -> Iterator[None]:
+def _register_cuda_rules() -> Iterator[None]:
     library = torch.library.Library("aten", "IMPL")
     try:
         for names, kernel in ((IN_FLOAT32, _in_float32), (TO_FLOAT32, _to_float32)):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sfumato.models.estimate.activation_memory import autocast, count_cached, make_fake
+from sfumato.models.estimate.activation_memory import count_cached, fake_autocast, make_fake
 from sfumato.models.estimate.memory_plan import Planned
 from sfumato.models.language.row_cache import COLUMNS, cache_argument
 from sfumato.parallel.layout import Layout
@@ -79,7 +79,7 @@ def cached_bytes_per_token(planned: Planned) -> int | None:
     def run(cache: DynamicCache) -> object:
         ids = torch.zeros(1, COLUMNS, dtype=torch.int64)
         positions = torch.arange(COLUMNS)[None]
-        with autocast(planned.dtype):
+        with fake_autocast(planned.dtype):
             return module(input_ids=ids, position_ids=positions, use_cache=True, **{argument: cache})
 
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -34,7 +34,7 @@ from sfumato.parallel.parallelize import parallelize
 from sfumato.parallel.pipeline import build_pipeline
 from sfumato.parallel.plan import ParallelPlan, find_blocks
 from sfumato.parallel.precision import compute_in
-from sfumato.parallel.shards import local
+from sfumato.parallel.shards import local_shard
 from sfumato.parallel.stages import TWO_STAGES, ranks_of_stages, split_layers
 
 FULL_PRECISION = 4
@@ -248,7 +248,7 @@ def _add_weights(memory: RankMemory, planned: Planned, train: TrainConfig, mesh:
 
 def _shard_numel(parameter: nn.Parameter, ranks: int) -> int:
     """Number of elements of this rank's shard, divided among ``ranks`` once more for fsdp1."""
-    return math.ceil(local(parameter).numel() / ranks)
+    return math.ceil(local_shard(parameter).numel() / ranks)
 
 
 def _optimizer_bytes(optimizer: torch.optim.Optimizer, kind: str, ranks: int) -> int:

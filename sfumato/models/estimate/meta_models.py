@@ -24,7 +24,7 @@ from sfumato.models.diffusion.flops import meta_denoiser, refusing_other_inputs,
 from sfumato.models.diffusion.folder_parts import component_class, names_part
 from sfumato.models.diffusion.frozen_parts import image_autoencoder
 from sfumato.models.diffusion.load import DTYPES, family_of, read_description, read_index
-from sfumato.models.estimate.activation_memory import autocast, register_stand_in
+from sfumato.models.estimate.activation_memory import fake_autocast, register_stand_in
 from sfumato.models.estimate.memory_plan import Planned, refuse_unpredicted
 from sfumato.models.estimate.meta_vision import encoder_bytes, freeze_as_configured, vision_on_meta
 from sfumato.models.language.hf_config import attention_by_part, check_length
@@ -199,7 +199,7 @@ def _plan_tokens(
         head = cast("nn.Linear", module.get_output_embeddings())
         if chunked:  # the loss takes hidden states, and computes logits of a chunk at a time
             head.forward = lambda hidden: hidden  # pyright: ignore[reportAttributeAccessIssue]
-        with autocast(dtype):
+        with fake_autocast(dtype):
             if sees:
                 embedded = {"inputs_embeds": module.get_input_embeddings()(ids), "position_ids": positions}
                 output = head(module.get_decoder()(**embedded, use_cache=False).last_hidden_state)
@@ -314,7 +314,7 @@ def _plan_values(
         ids = torch.zeros(rows, length, dtype=torch.int64)
         positions = torch.arange(length).expand(rows, length)
         base = getattr(module, module.base_model_prefix)
-        with autocast(DTYPES[train.mixed_precision]):
+        with fake_autocast(DTYPES[train.mixed_precision]):
             hidden = base(input_ids=ids, position_ids=positions, use_cache=False).last_hidden_state
             return (hidden.float() @ getattr(module, HEAD).weight.float().T).sum()
 

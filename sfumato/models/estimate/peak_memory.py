@@ -31,9 +31,9 @@ class PeakBytes(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
     ) -> object:
-        inputs = {storage._cdata for storage in _storages((args, kwargs))}
+        inputs = {storage._cdata for storage in _list_storages((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for storage in _storages(result):
+        for storage in _list_storages(result):
             key = storage._cdata
             if key in self._seen or key in inputs:
                 continue
@@ -48,7 +48,7 @@ class PeakBytes(TorchDispatchMode):
         self.live -= num_bytes
 
 
-def _storages(values: object) -> list[UntypedStorage]:
+def _list_storages(values: object) -> list[UntypedStorage]:
     return [leaf.untyped_storage() for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 

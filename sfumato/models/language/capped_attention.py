@@ -81,7 +81,7 @@ class _InBlocks(torch.autograd.Function):
         ctx.cap = cap
         outputs = [
             _attend_block(query[:, :, rows], key[:, :, :end], value[:, :, :end], sees(queries), sinks, cap)
-            for queries, rows, end in _blocks(query, key)
+            for queries, rows, end in _query_blocks(query, key)
         ]
         return torch.cat(outputs, 2)
 
@@ -91,7 +91,7 @@ class _InBlocks(torch.autograd.Function):
         inputs = [query, key, value] if sinks is None else [query, key, value, sinks]
         # gradients of keys add up over blocks, in float32 at least
         sums = [torch.zeros_like(tensor, dtype=torch.promote_types(tensor.dtype, torch.float32)) for tensor in inputs]
-        for queries, rows, end in _blocks(query, key):
+        for queries, rows, end in _query_blocks(query, key):
             places = [(slice(None), slice(None), part) for part in (rows, slice(end), slice(end))]
             parts = [tensor[place] for tensor, place in zip(inputs, places, strict=False)] + inputs[3:]
             parts = [part.detach().requires_grad_() for part in parts]
@@ -108,7 +108,7 @@ class _InBlocks(torch.autograd.Function):
         return *result[:3], None if sinks is None else result[3], None, None
 
 
-def _blocks(query: Tensor, key: Tensor) -> list[tuple[range, slice, int]]:
+def _query_blocks(query: Tensor, key: Tensor) -> list[tuple[range, slice, int]]:
     """Blocks of queries: as a range, as rows, and the number of keys up to the last query's."""
     length = query.shape[2]
     before = key.shape[2] - length

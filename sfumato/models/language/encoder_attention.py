@@ -37,12 +37,12 @@ def register_segment_attention() -> str:
     """Makes the attention known to transformers. Returns its name."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    AttentionInterface.register(SEGMENTS, torch.compiler.disable(_attention))
+    AttentionInterface.register(SEGMENTS, torch.compiler.disable(_encoder_attention))
     AttentionMaskInterface.register(SEGMENTS, AttentionMaskInterface()["sdpa"])  # of layers without segments
     return SEGMENTS
 
 
-def _attention(
+def _encoder_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

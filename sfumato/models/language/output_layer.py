@@ -79,7 +79,10 @@ class OutputLayer:
         flat = logits.view(1, -1, logits.shape[-1])
         decoder_output = _Output(flat.new_zeros(1, flat.shape[1], head.in_features))
         tokens = torch.zeros(flat.shape[:2], dtype=torch.int64, device=flat.device)
-        with _replaced(decoder, lambda *args, **kwargs: decoder_output), _replaced(head, lambda hidden: flat):
+        with (
+            _replace_forward(decoder, lambda *args, **kwargs: decoder_output),
+            _replace_forward(head, lambda hidden: flat),
+        ):
             try:
                 return module.forward(input_ids=tokens, use_cache=False).logits.view_as(logits)
             except Exception as error:  # such as a layer between decoder and output layer with another width
@@ -105,7 +108,7 @@ class _Output(tuple):
 
 
 @contextmanager
-def _replaced(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
+def _replace_forward(module: nn.Module, forward: Callable[..., object]) -> Iterator[None]:
     """Inside, a module's ``forward`` is another function."""
     # the instance's own, such as ``_pass_through``; the class's needs no putting back
     instance_forward = vars(module).get("forward")

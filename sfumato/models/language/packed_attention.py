@@ -46,7 +46,7 @@ def register_packed_attention() -> str:
 
     score_arguments = ("softcap", "s_aux")
     AttentionInterface.register(
-        ATTENTION, packed_causal(_attention, "the attention of packed rows", OTHERS, score_arguments)
+        ATTENTION, packed_causal(_pattern_attention, "the attention of packed rows", OTHERS, score_arguments)
     )
     AttentionMaskInterface.register(ATTENTION, torch.compiler.disable(_noted_pattern))
     return ATTENTION
@@ -97,8 +97,8 @@ _watching: MaskWatch | None = None
 
 
 def _noted_pattern(*, q_length: int, **kwargs: Any) -> Pattern | None:
-    """``_pattern``, noted by the current watch; a row of one token, which has no pattern, tells nothing of others."""
-    pattern = _pattern(q_length=q_length, **kwargs)
+    """``_mask_pattern``, noted by the current watch; a row of one token has no pattern, and tells nothing of others."""
+    pattern = _mask_pattern(q_length=q_length, **kwargs)
     if _watching is not None and q_length > 1:
         _watching.note(pattern)
     return pattern
@@ -172,7 +172,7 @@ def _device_of(sees: Callable[..., Tensor], device: torch.device | str) -> torch
     return device if devices - {"cpu"} else "cpu"
 
 
-def _pattern(
+def _mask_pattern(
     *,
     q_length: int,
     mask_function: Callable[..., Tensor],
@@ -335,7 +335,7 @@ def _rows_of(position_ids: Tensor, chunk: int | None = None) -> _Rows:
     return rows_by_chunk[chunk]
 
 
-def _attention(
+def _pattern_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -353,7 +353,7 @@ class PackedModel(ABC, Generic[Output]):
             For each micro-batch in order the output and the placed micro-batch, of this rank's part of the tokens. With
             pipeline parallelism only the ranks of the last stage yield.
         """
-        with self._evaluating():
+        with self._in_evaluation_mode():
             if self._pipeline is None:
                 for batch in batches:
                     placed = self.place_batch(batch, every_token)
@@ -560,7 +560,7 @@ class PackedModel(ABC, Generic[Output]):
         return self._dropout.batch(step, [0] * len(key_of_token), shard_sequence(tokens, self.mesh)["keys"])
 
     @contextmanager
-    def _evaluating(self) -> Iterator[None]:
+    def _in_evaluation_mode(self) -> Iterator[None]:
         """Inside, the module is in evaluation mode."""
         self.module.eval()
         try:

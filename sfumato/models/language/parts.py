@@ -25,7 +25,7 @@ from sfumato.errors import ConfigError, MissingDependencyError, suggest
 from sfumato.models.language.hf_config import attend_in_segments, attention_by_part, can_set_attention
 from sfumato.models.language.packed_attention import ATTENTION, register_packed_attention
 from sfumato.models.language.source_folder import (
-    dequantizing,
+    dequantization_arguments,
     forget_what_is_not_exported,
     keep_float32,
     refuse_loss_terms,
@@ -141,7 +141,7 @@ def build_module(
     dtype = torch.float32 if train_base else DTYPES[config.dtype]
     attention = _choose_attention(config, described, auto_class)
     source = source_of(config)
-    quantization = {} if source is None else dequantizing(described, source, train.init_device)
+    quantization = {} if source is None else dequantization_arguments(described, source, train.init_device)
 
     def make() -> PreTrainedModel:
         exported_config = copy.deepcopy(described)

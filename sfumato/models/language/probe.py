@@ -327,7 +327,9 @@ class Checks:
                 f"set it to 0 in {where}"
             )
         allowed = 0.1 * self.tolerance.training_tolerance()
-        if _differs(loss, measured.loss, allowed) or _differs(grad_norm, measured.grad_norm, allowed):
+        if _exceeds_tolerance(loss, measured.loss, allowed) or _exceeds_tolerance(
+            grad_norm, measured.grad_norm, allowed
+        ):
             return (
                 f"a second pass of the same documents gives loss {loss:.7g} and gradient norm {grad_norm:.7g} after "
                 f"{measured.loss:.7g} and {measured.grad_norm:.7g}: the model keeps something from one pass to the next"
@@ -341,10 +343,10 @@ class Checks:
             return None
         pairs = {"loss": (measured.loss, expected.loss), "gradient norm": (measured.grad_norm, expected.grad_norm)}
         allowed = self.tolerance.training_tolerance()
-        if self.model.mesh.any(any(_differs(*pair, allowed) for pair in pairs.values())):
+        if self.model.mesh.any(any(_exceeds_tolerance(*pair, allowed) for pair in pairs.values())):
             allowed = self.tolerance.training_tolerance(self._find_noise(measured).relative)
         for name, (value, expected_value) in pairs.items():
-            if _differs(value, expected_value, allowed):
+            if _exceeds_tolerance(value, expected_value, allowed):
                 return (
                     f"the {name} of documents together is {value:.6g}, in transformers one by one {expected_value:.6g} "
                     f"(rounding explains {100 * allowed:.1g} %)"
@@ -414,7 +416,7 @@ class Checks:
 Result = TypeVar("Result")
 
 
-def _differs(value: float, expected_value: float, allowed: float) -> bool:
+def _exceeds_tolerance(value: float, expected_value: float, allowed: float) -> bool:
     """Whether a loss or gradient norm is further from the expected one than this fraction of it."""
     # "not <=" rather than ">": NaN counts as different
     return not abs(value - expected_value) <= allowed * max(abs(expected_value), 1e-6)

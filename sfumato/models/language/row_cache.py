@@ -39,8 +39,8 @@ def cache_argument(arguments: Container[str]) -> str | None:
 
 def register_row_attention() -> str:
     """Makes the attention known to transformers. Returns its name."""
-    AttentionInterface.register(ATTENTION, _attention)
-    AttentionMaskInterface.register(ATTENTION, _mask)
+    AttentionInterface.register(ATTENTION, _row_attention)
+    AttentionMaskInterface.register(ATTENTION, _row_mask)
     return ATTENTION
 
 
@@ -111,8 +111,8 @@ class RowCache(Cache):
         return self._row_layers[layer_idx].update(key_states, value_states)
 
     def get_query_offset(self, layer_idx: int = 0) -> Any:
-        """The positions ``[n, q]`` instead of transformers' number: they differ by row, and ``_mask`` gets what this
-        returns."""
+        """The positions ``[n, q]`` instead of transformers' number: they differ by row, and ``_row_mask`` gets what
+        this returns."""
         return self.positions
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -136,9 +136,9 @@ class _RowLayer(CacheLayerMixin):
     @property
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in this layer; 0 before the first forward pass."""
-        return sum(tensor[0, :, 0].nbytes for tensor in self._tensors())
+        return sum(tensor[0, :, 0].nbytes for tensor in self._allocated_tensors())
 
-    def _tensors(self) -> list[Tensor]:
+    def _allocated_tensors(self) -> list[Tensor]:
         """Keys and values, once they are allocated."""
         if self.keys is None:
             return []
@@ -157,11 +157,13 @@ class _RowLayer(CacheLayerMixin):
     def resize(self, num_rows: int, num_columns: int) -> None:
         """See ``RowCache.resize``."""
         if self.keys is not None:
-            self.keys, self.values = (_resized(tensor, num_rows, num_columns) for tensor in self._tensors())
+            self.keys, self.values = (
+                _resize_rows(tensor, num_rows, num_columns) for tensor in self._allocated_tensors()
+            )
 
     def copy(self, sources: Tensor, targets: Tensor, num_columns: int) -> None:
         """See ``RowCache.copy``."""
-        for tensor in self._tensors():
+        for tensor in self._allocated_tensors():
             tensor[targets, :, :num_columns] = tensor[sources, :, :num_columns]
 
     def update(
@@ -171,13 +173,13 @@ class _RowLayer(CacheLayerMixin):
         if self.keys is None:
             self.lazy_initialization(key_states, value_states)
         cache = self._cache
-        for tensor, states in zip(self._tensors(), (key_states, value_states), strict=True):
+        for tensor, states in zip(self._allocated_tensors(), (key_states, value_states), strict=True):
             # with one token a row, rows and columns are index tensors, which take the dimension of tokens away
             tensor[cache.place] = states[:, :, 0] if states.shape[2] == 1 else states
         if cache.seen is None:
             return key_states, value_states
         rows, width = cache.seen
-        keys, values = self._tensors()
+        keys, values = self._allocated_tensors()
         return keys[rows, :, :width], values[rows, :, :width]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -193,7 +195,7 @@ class _RowLayer(CacheLayerMixin):
         return -1
 
 
-def _resized(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
+def _resize_rows(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """A copy of ``[R, H, columns, D]`` with other numbers of rows and columns; new ones are zeros."""
     resized = tensor.new_zeros(num_rows, tensor.shape[1], num_columns, tensor.shape[3])
     overlap = tensor[:num_rows, :, :num_columns]
@@ -201,7 +203,7 @@ def _resized(tensor: Tensor, num_rows: int, num_columns: int) -> Tensor:
     return resized
 
 
-def _mask(
+def _row_mask(
     *,
     q_length: int,
     kv_length: int,
@@ -235,7 +237,7 @@ def _mask(
     return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, -torch.inf)
 
 
-def _attention(
+def _row_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

@@ -34,7 +34,7 @@ from sfumato.models.language.parts import (
 )
 from sfumato.models.language.router_config import refuse_router_loss
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, local
+from sfumato.parallel.shards import Shards, all_parameters, local_shard
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -108,13 +108,13 @@ class ScalarModel(PackedModel[Tensor]):
         """Inside, the head has random weights: with a head of zeros no mistake would show in the values."""
         name = f"{HEAD}.weight"
         shards = Shards(self.trained, self.mesh, {name: all_parameters(self.trained)[name]})
-        shard = local(shards.parameters[name].detach())
+        shard = local_shard(shards.parameters[name].detach())
         trained_weight = shard.clone()
         shard.copy_(shards.shard(name, random_head(shards.shapes[name][1], 0).to(shard.device)))
         try:
             yield
         finally:
-            local(all_parameters(self.trained)[name].detach()).copy_(trained_weight)
+            local_shard(all_parameters(self.trained)[name].detach()).copy_(trained_weight)
 
     def plain_with(self, weights: dict[str, Tensor]) -> PreTrainedModel:
         """As ``PackedModel.plain_with``; the head is trained, also beside adapters."""

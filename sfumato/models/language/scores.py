@@ -107,7 +107,7 @@ class TokenScores:
             logits = self._output.flatten(0, 1).float()
             logits = logits if temperature == 1.0 else logits / temperature
             log_probs = -functional.cross_entropy(logits, picked.flatten(), ignore_index=IGNORED, reduction="none")
-        return self._spread(log_probs.view(picked.shape))
+        return self._fill_columns(log_probs.view(picked.shape))
 
     def cross_entropy(
         self, labels: Int64[Tensor, "batch length"]
@@ -130,7 +130,7 @@ class TokenScores:
         picked = self._pick(labels)
         settings = {"group": vocabulary_group(weight), "tail": self._tail}
         total, losses = linear_cross_entropy(self._output, weight, picked, self._head.bias, **settings)
-        return total, self._spread(losses)
+        return total, self._fill_columns(losses)
 
     def log_probs_and_entropy(
         self, labels: Int64[Tensor, "batch length"], temperature: float = 1.0
@@ -152,20 +152,20 @@ class TokenScores:
             log_probs = log_p.gather(-1, picked.masked_fill(~has_label, 0)[..., None])[..., 0] * has_label
             log_probs = log_probs.masked_fill(log_probs <= LEAST / 2, -torch.inf)  # of a label that is ruled out
             entropy = -(log_p.exp() * log_p).sum(-1) * has_label
-        return self._spread(log_probs), self._spread(entropy)
+        return self._fill_columns(log_probs), self._fill_columns(entropy)
 
     @torch.no_grad()
     def predictions(self) -> Int64[Tensor, "batch length"]:
         """The likeliest next token after each token, int64 ``[B, T]``; -100 where there is no output."""
         logits = self._output
         if self._head is None:
-            return self._spread(logits.argmax(-1), IGNORED)
+            return self._fill_columns(logits.argmax(-1), IGNORED)
         weight = self._head.weight
         # under fsdp2 or tensor parallelism a rank has a shard of the weight
         weight = cast("DTensor", weight).full_tensor() if hasattr(weight, "full_tensor") else weight
         parts = self._output.flatten(0, 1).split(1024)  # so that few logits are in memory at a time
         best = [functional.linear(hidden, weight.to(hidden.dtype), self._head.bias).argmax(-1) for hidden in parts]
-        return self._spread(torch.cat(best).view(self._output.shape[:2]), IGNORED)
+        return self._fill_columns(torch.cat(best).view(self._output.shape[:2]), IGNORED)
 
     def logits(self, wanted: Tensor) -> Tensor:
         """Logits of the N tokens that ``wanted``, bool ``[B, T]``, selects, row by row: float32 ``[N, V]``.
@@ -187,7 +187,7 @@ class TokenScores:
         """Of ``[B, T]`` the columns that there is an output for."""
         return labels if self._columns is None else labels[:, self._columns]
 
-    def _spread(self, values: Tensor, fill: int = 0) -> Tensor:
+    def _fill_columns(self, values: Tensor, fill: int = 0) -> Tensor:
         """``[B, T]`` with values in the columns that there is an output for, and ``fill`` in the others."""
         if self._columns is None:
             return values

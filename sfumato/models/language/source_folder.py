@@ -66,7 +66,9 @@ def quantization_method(config: PreTrainedConfig) -> str | None:
     return str(getattr(method, "value", method))  # a member of an enumeration, or its name
 
 
-def dequantizing(config: PreTrainedConfig, folder: Path, init_device: str) -> dict[str, QuantizationConfigMixin]:
+def dequantization_arguments(
+    config: PreTrainedConfig, folder: Path, init_device: str
+) -> dict[str, QuantizationConfigMixin]:
     """The arguments of ``from_pretrained`` that dequantise a folder's weights; none where these are not quantised.
 
     Args:

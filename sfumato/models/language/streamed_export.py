@@ -96,7 +96,7 @@ def lay_out(plain: PreTrainedModel) -> ExportLayout | None:
         parts: dict[str, Tensor] = {}
         for group in dict.fromkeys(groups.values()):
             parts |= revert_weight_conversion(plain, {name: state[name] for name in group})
-        if _described(parts) == _described(whole):
+        if _shapes_and_dtypes(parts) == _shapes_and_dtypes(whole):
             # parts of one weight would count with the size of all of it
             apart = {
                 name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in whole.items()
@@ -111,7 +111,7 @@ def _block_of(name: str) -> str:
     return match.group() if match else name
 
 
-def _described(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
+def _shapes_and_dtypes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.Size, torch.dtype]]:
     return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
 
 
@@ -181,14 +181,14 @@ class _Files:
         for file_name, names in split.filename_to_tensors.items():
             file = (folder / file_name).open("wb")
             self._files.append(file)
-            self._begin(file, names)
+            self._write_header(file, names)
         if split.is_sharded:
             total = {"total_parameters": plain.num_parameters(), **split.metadata}
             index = {"metadata": total, "weight_map": split.tensor_to_filename}
             text = json.dumps(index, indent=2, sort_keys=True)
             (folder / "model.safetensors.index.json").write_text(f"{text}\n", encoding="utf-8")
 
-    def _begin(self, file: BinaryIO, names: list[str]) -> None:
+    def _write_header(self, file: BinaryIO, names: list[str]) -> None:
         """Writes the header of a file: the tensors in the order of safetensors, with the place of each."""
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         position = 0

@@ -56,7 +56,7 @@ FLOAT32 = Tolerance((2e-5, 5e-4), size=4e-6, relative=(5e-4, 5e-4))
 HALF = Tolerance((0.15, 5.0), size=0.01, relative=(0.05, 0.5))
 
 
-def coarsest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+def coarsest_dtype(dtypes: Iterable[torch.dtype]) -> torch.dtype:
     """The least precise of some floating point dtypes."""
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
@@ -65,7 +65,7 @@ def dtype_of(model: PackedModel) -> torch.dtype:
     """The dtype in which a model computes: that of autocast, or the least precise one of its weights."""
     if model.autocast_dtype is not None:
         return model.autocast_dtype
-    return coarsest(parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point())
+    return coarsest_dtype(parameter.dtype for parameter in model.module.parameters() if parameter.is_floating_point())
 
 
 def tolerance_of(model: PackedModel) -> Tolerance:

@@ -61,7 +61,7 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedCo
         described: transformers' configuration of the model.
     """
     named = _named_tokens(described)
-    special = [*SPECIAL] if _sees(described) else []
+    special = [*SPECIAL] if _takes_images(described) else []
     special += [*AUDIO, named["audio_token"]] if "audio_token" in named else []
     # the argument replaces the list of additional tokens, so that those that are there must be given again
     previous = [
@@ -71,14 +71,14 @@ def add_image_tokens(tokenizer: PreTrainedTokenizerBase, described: PreTrainedCo
     _name_tokens(tokenizer, described)
 
 
-def _sees(described: PreTrainedConfig) -> bool:
+def _takes_images(described: PreTrainedConfig) -> bool:
     """Whether a model takes images, which become features of an encoder or codes."""
     return any(getattr(described, name, None) is not None for name in ("vision_config", "vq_config"))
 
 
 def _named_tokens(described: PreTrainedConfig) -> dict[str, str]:
     """The special tokens of the tokenizer of bytes for a model, by the names of the model's processor."""
-    named = NAMED if _sees(described) else {}
+    named = NAMED if _takes_images(described) else {}
     if getattr(described, "audio_config", None) is None and not hasattr(described, "boa_token_id"):
         return named
     parameter = inspect.signature(_processor_class(described).__init__).parameters.get("audio_token")
@@ -117,7 +117,7 @@ def build_vision(
     """
     processor = build_processor(described, folder, tokenizer)
     arguments = list(inspect.signature(module.forward).parameters)
-    if not _sees(described):
+    if not _takes_images(described):
         vision = Vision(MediaProcessor(processor, arguments, (1, 1.0), least_samples=_min_samples(processor)), None)
         _check_tokens(vision, described)
         return vision
@@ -303,7 +303,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     """
     kind = described.model_type
     cls = _processor_class(described, folder)
-    hears = kind.endswith("_thinker") or not _sees(described)
+    hears = kind.endswith("_thinker") or not _takes_images(described)
     is_bytes = tokenizer.convert_tokens_to_ids(SPECIAL[2]) == getattr(described, "image_token_id", None)
     # such as the tokenizer of bytes read from a folder, which has these tokens, but no names for them
     if is_bytes or (hears and not hasattr(tokenizer, "audio_token")):
@@ -314,7 +314,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     settings = {key: settings[key] for key in accepted}
     settings |= _derive_settings(described, parameters) if folder is None else {}
     parts: Keywords = {"tokenizer": tokenizer}
-    if _sees(described):
+    if _takes_images(described):
         parts["image_processor"] = _make_image_processor(described) if folder is None else read_image_processor(folder)
     if "video_processor" in parameters:
         parts["video_processor"] = build_videos(kind, parts["image_processor"], folder)
@@ -330,7 +330,7 @@ def build_processor(described: PreTrainedConfig, folder: Path | None, tokenizer:
     except (AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"the processor {cls.__name__} of {kind} cannot be made: {error}") from error
     del processor.check_argument_for_proper_class
-    if _sees(described):
+    if _takes_images(described):
         if not hasattr(processor, "image_token_id"):  # Janus
             image_token = cast("str", getattr(processor, "image_token", None))
             processor.image_token_id = tokenizer.convert_tokens_to_ids(image_token)
@@ -405,7 +405,7 @@ def _build_audio(described: PreTrainedConfig, folder: Path | None, cls: object) 
         extractor = load_pretrained(WhisperFeatureExtractor, folder)
     else:
         extractor = WhisperFeatureExtractor(feature_size=encoder.num_mel_bins)
-    if _sees(described):
+    if _takes_images(described):
         return extractor
     frames = 2 * encoder.max_source_positions  # the encoder reads so many: shorter audio is filled up to them
     if folder is None:

@@ -30,7 +30,7 @@ from sfumato.config.yaml_text import read_yaml
 from sfumato.data.media.image_answers import ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.diffusion.scratch import section_of, start_at_zero
-from sfumato.models.omni.image_tokenizer import as_bytes, digest_weights, resized, to_pixels
+from sfumato.models.omni.image_tokenizer import as_bytes, digest_weights, resize_image, to_pixels
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class LatentTokenizer:
     @torch.no_grad()
     def latents(self, images: Sequence[Image.Image]) -> Tensor:
         """Latents of images, the scaled mode of the posterior: float32 ``[N, C, h, w]``; other sizes are resized."""
-        pixels = [to_pixels(resized(image, self.width, self.height)) for image in images]
+        pixels = [to_pixels(resize_image(image, self.width, self.height)) for image in images]
         # Images are encoded one by one, since the bits depend on the size of the batch.
         modes = [self.vae.encode(image_pixels[None]).latent_dist.mode()[0] for image_pixels in pixels]
         return (torch.stack(modes) - self._shift) * self._scale

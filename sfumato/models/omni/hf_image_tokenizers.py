@@ -25,7 +25,7 @@ from sfumato.config.trust import load_pretrained
 from sfumato.data.media.image_answers import CODE, ImageText
 from sfumato.errors import ConfigError
 from sfumato.models.language.vision_load import read_image_processor
-from sfumato.models.omni.image_tokenizer import digest_weights, resized
+from sfumato.models.omni.image_tokenizer import digest_weights, resize_image
 from sfumato.parallel.weights import refuse_not_finite
 
 if TYPE_CHECKING:
@@ -169,10 +169,10 @@ class OwnCodes(ABC):
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
         """The codes of an image that is drawn, row by row; an image of another size is resized."""
-        image = resized(image, self.width, self.height)
-        return self._encode_pixels(self._pixels(image, **self.unscaled))[None].flatten().tolist()
+        image = resize_image(image, self.width, self.height)
+        return self._encode_pixels(self._preprocess_image(image, **self.unscaled))[None].flatten().tolist()
 
-    def _pixels(self, image: Image.Image, **options: Any) -> Tensor:
+    def _preprocess_image(self, image: Image.Image, **options: Any) -> Tensor:
         """What the image processor makes of an image: float32 ``[1, 3, H, W]``."""
         processed = self.images(image.convert("RGB"), return_tensors="np", **options)
         return torch.from_numpy(np.asarray(processed["pixel_values"])).float()
@@ -248,17 +248,17 @@ class Emu3Codes(OwnCodes):
             processor.fake_token_around_image,
             processor.eof_token + processor.image_end_token,
         )
-        self.text = self._text(*self.shape)
+        self.text = self._image_text(*self.shape)
 
-    def _text(self, rows: int, columns: int) -> ImageText:
+    def _image_text(self, rows: int, columns: int) -> ImageText:
         """The text that ``Emu3Processor.replace_image_token`` makes, with codes in the place of its image tokens."""
         start, wrapper, end = self._around
         return ImageText(f"{start}{rows}*{columns}{wrapper}", end, "<|visual token {:06d}|>", columns, self.LINE_END)
 
     @torch.no_grad()
     def image_text(self, image: Image.Image) -> str:
-        codes = self._encode_pixels(self._pixels(image))
-        return self._text(*codes.shape).of(codes.flatten().tolist())
+        codes = self._encode_pixels(self._preprocess_image(image))
+        return self._image_text(*codes.shape).of(codes.flatten().tolist())
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:
         size = torch.tensor([pixels.shape[-2:]])
@@ -371,7 +371,7 @@ class ChameleonCodes(OwnCodes):
 
     @torch.no_grad()
     def image_text(self, image: Image.Image) -> str:
-        codes = self._encode_pixels(self._pixels(image))
+        codes = self._encode_pixels(self._preprocess_image(image))
         return self.text.opening + "".join(self.names[code] for code in codes.flatten().tolist()) + self.text.closing
 
     def _encode_pixels(self, pixels: Tensor) -> Tensor:

@@ -174,7 +174,7 @@ class ImageTokenizer:
     @torch.no_grad()
     def encode(self, image: Image.Image) -> list[int]:
         """The codes of an image, row by row; an image of another size is resized."""
-        pixels = to_pixels(resized(image, self.width, self.height))[None]
+        pixels = to_pixels(resize_image(image, self.width, self.height))[None]
         _, _, (_, _, codes) = self.model.quantize(self.model.encode(pixels).latents)
         return codes.flatten().tolist()
 
@@ -199,7 +199,7 @@ def digest_weights(module: nn.Module, settings: object) -> str:
     return digest.hexdigest()
 
 
-def resized(image: Image.Image, width: int, height: int) -> Image.Image:
+def resize_image(image: Image.Image, width: int, height: int) -> Image.Image:
     """An image of a size; one that has it already is returned as it is."""
     return image if image.size == (width, height) else image.resize((width, height), Image.Resampling.BICUBIC)
 

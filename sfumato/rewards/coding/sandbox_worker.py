@@ -128,7 +128,7 @@ def _run(source: str, name: str, space: dict[str, Any]) -> None:
 # The answer
 
 
-def answer() -> None:
+def run_answer() -> None:
     """Runs the answer, then what the tests ask of it."""
     calls = os.fdopen(3, "rb")
     values = os.fdopen(4, "wb")
@@ -163,7 +163,7 @@ def answer() -> None:
                 # an entry point such as Solution().add: of one object for all calls
                 space[target] = eval(target, space)
             receiver = handles[target] if isinstance(target, int) else space[target]
-            result = _do(verb, receiver, positional, keywords)
+            result = _perform(verb, receiver, positional, keywords)
             reply = {"value": encode(result, to_handle)}
             if result is None:
                 reply["arguments"] = [encode(argument, to_handle) for argument in positional]
@@ -172,7 +172,7 @@ def answer() -> None:
         send(values, reply)
 
 
-def _do(verb: str, receiver: Any, positional: list[object], keywords: dict[str, object]) -> object:
+def _perform(verb: str, receiver: Any, positional: list[object], keywords: dict[str, object]) -> object:
     if verb == "call":
         return receiver(*positional, **keywords)
     if verb == "next":
@@ -240,8 +240,8 @@ class Remote:
 
     def _ask(self, verb: str, positional: tuple[object, ...], keywords: Mapping[str, object] | None = None) -> Any:
         values, calls = self.__dict__["_pipes"]
-        arguments = [encode(argument, _reference) for argument in positional]
-        named = {name: encode(argument, _reference) for name, argument in (keywords or {}).items()}
+        arguments = [encode(argument, _refer_to) for argument in positional]
+        named = {name: encode(argument, _refer_to) for name, argument in (keywords or {}).items()}
 
         def remote_of(value: Any) -> Remote:
             return Remote(int(value[1]), (values, calls))
@@ -257,10 +257,10 @@ class Remote:
             name, text = (str(argument) for argument in reply["error"])
         except Exception as error:
             raise AnswerError(f"the answer has ended, or sent no values: {type(error).__name__}") from None
-        raise _raised(name, text)
+        raise _rebuild_exception(name, text)
 
 
-def _raised(name: str, text: str) -> Exception:
+def _rebuild_exception(name: str, text: str) -> Exception:
     """The builtin exception of that name, if there is one that is made of a text."""
     kind = getattr(builtins, name, None)
     if isinstance(kind, type) and issubclass(kind, Exception):
@@ -271,7 +271,7 @@ def _raised(name: str, text: str) -> Exception:
     return AnswerError(f"{name}: {text}")
 
 
-def _reference(value: object) -> object:
+def _refer_to(value: object) -> object:
     if isinstance(value, Remote):
         return ["h", value.__dict__["_target"]]
     raise CannotSendError(f"a test gives the answer a {type(value).__name__}, which cannot be sent to it")
@@ -335,4 +335,4 @@ def check() -> None:
 
 if __name__ == "__main__":
     copy.deepcopy(None)  # loads what tests use most before any time counts
-    {"answer": answer, "check": check}[sys.argv[1]]()
+    {"answer": run_answer, "check": check}[sys.argv[1]]()

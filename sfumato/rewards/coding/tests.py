@@ -198,8 +198,8 @@ def same_output(actual: str, expected: str) -> bool:
     Where a number is expected that has a decimal point, another one may be 1e-6 away, or that part of it, as judges of
     programming contests allow: nobody knows how many digits a program is to print. Whole numbers must be equal.
     """
-    actual_lines = _lines(actual)
-    expected_lines = _lines(expected)
+    actual_lines = _split_lines(actual)
+    expected_lines = _split_lines(expected)
     return len(actual_lines) == len(expected_lines) and all(map(_same_line, actual_lines, expected_lines))
 
 
@@ -217,7 +217,7 @@ def _same_word(actual: str, expected: str) -> bool:
     return math.isclose(float(actual), float(expected), rel_tol=1e-6, abs_tol=1e-6)
 
 
-def _lines(text: str) -> list[str]:
+def _split_lines(text: str) -> list[str]:
     lines = [line.rstrip() for line in text.splitlines()]
     while lines and not lines[-1]:
         lines.pop()

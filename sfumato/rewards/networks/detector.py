@@ -79,10 +79,10 @@ class ColourClassifier:
         left, top = min(max(left, 0), width - 1), min(max(top, 0), height - 1)
         crop = image[top : max(bottom, top + 1), left : max(right, left + 1)]
         with self.embedder.lock:
-            cosines = self._embedded(name) @ self.embedder.images([np.ascontiguousarray(crop)])[0]
+            cosines = self._embed_colours(name) @ self.embedder.images([np.ascontiguousarray(crop)])[0]
         return COLOURS[int(cosines.argmax())]
 
-    def _embedded(self, name: str) -> torch.Tensor:
+    def _embed_colours(self, name: str) -> torch.Tensor:
         """Embeddings of the colours of a class of objects, float32 ``[10, D]``, mean over the templates."""
         if name not in self._texts:
             texts = [template.format(colour=colour, name=name) for colour in COLOURS for template in TEMPLATES]

@@ -12,7 +12,7 @@ from torch import nn
 
 from sfumato.errors import ConfigError
 from sfumato.rewards.networks.folder import assign_tensors, iterate_tensors, loader_of
-from sfumato.rewards.networks.hpsv3 import REWARD_TOKEN, build_rating_head, resize
+from sfumato.rewards.networks.hpsv3 import REWARD_TOKEN, build_rating_head, resize_image
 from sfumato.rewards.networks.qwen2_vl import (
     PROMPT_FIELD,
     QwenRater,
@@ -56,7 +56,7 @@ class EditRewardNetwork(QwenRater):
             sources: the images that were edited, uint8 [H, W, 3].
             prompts: B instructions for the edits.
         """
-        pairs = [resize(image) for pair in zip(sources, images, strict=True) for image in pair]
+        pairs = [resize_image(image) for pair in zip(sources, images, strict=True) for image in pair]
         batch = self.processor(images=pairs, return_tensors="pt")
         grids = batch.image_grid_thw
         counts = self.count_tokens(grids)

@@ -26,7 +26,7 @@ from sfumato.rewards.networks.folder import (
     load_tokenizer,
     loader_of,
 )
-from sfumato.rewards.networks.pixel_preparation import normalise, prepare_like
+from sfumato.rewards.networks.pixel_preparation import normalise_pixels, prepare_like
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -69,16 +69,16 @@ class Embedder(Network):
         else:
             pillow = [Image.fromarray(image) for image in images]
             pixels = self.processor(images=pillow, return_tensors="pt").pixel_values
-        return self._embed(pixels)
+        return self._embed_pixels(pixels)
 
     def pixels(self, pixels: torch.Tensor, whole: bool = False) -> torch.Tensor:
         """As ``images`` for float32 pixels ``[B, 3, H, W]`` from 0 to 1, to which gradients flow."""
         if whole:
             size = self.model.config.vision_config.image_size
-            return self._embed(torch.stack([fit_pixels_whole(picture, size) for picture in pixels]))
-        return self._embed(prepare_like(self.processor, pixels))
+            return self._embed_pixels(torch.stack([fit_pixels_whole(picture, size) for picture in pixels]))
+        return self._embed_pixels(prepare_like(self.processor, pixels))
 
-    def _embed(self, prepared: torch.Tensor) -> torch.Tensor:
+    def _embed_pixels(self, prepared: torch.Tensor) -> torch.Tensor:
         embed = self.model if self.model_type == "dinov2" else self.model.get_image_features
         features = embed(pixel_values=prepared.to(self.device, self.dtype)).pooler_output
         return torch.nn.functional.normalize(features.float(), dim=-1)
@@ -129,7 +129,7 @@ def fit_pixels_whole(pixels: torch.Tensor, size: int) -> torch.Tensor:
         pixels = torch.nn.functional.interpolate(pixels[None], **target)[0]
     rows, columns = (size - side for side in pixels.shape[1:])
     pixels = torch.nn.functional.pad(pixels, (columns // 2, columns - columns // 2, rows // 2, rows - rows // 2))
-    return normalise(pixels[None], PIXEL_MEAN, PIXEL_STD)[0]
+    return normalise_pixels(pixels[None], PIXEL_MEAN, PIXEL_STD)[0]
 
 
 load_embedder = loader_of(Embedder)

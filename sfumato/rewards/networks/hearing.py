@@ -24,7 +24,7 @@ from sfumato.rewards.networks.folder import (
 from sfumato.tracking.waveforms import Waveform
 
 
-def resampled(sound: Waveform, rate: int) -> np.ndarray:
+def resample_sound(sound: Waveform, rate: int) -> np.ndarray:
     """One channel of a sound at another sampling rate, float32 ``[N]``."""
     mono = sound.mono
     if sound.rate == rate:
@@ -74,7 +74,7 @@ class ClapNetwork(Network):
     def cosines(self, sounds: Sequence[Waveform], prompts: Sequence[str]) -> torch.Tensor:
         """Cosine of each sound with its prompt, the mean over the sound's windows: float32 [B] on the CPU."""
         rate = self.extractor.sampling_rate
-        windows = [windows_of(resampled(sound, rate), self.extractor.nb_max_samples) for sound in sounds]
+        windows = [windows_of(resample_sound(sound, rate), self.extractor.nb_max_samples) for sound in sounds]
         features = self.extractor(
             [window for parts in windows for window in parts], sampling_rate=rate, return_tensors="pt"
         )
@@ -115,7 +115,7 @@ class Transcriber(Network):
             ConfigError: for a language that the model does not know.
         """
         rate = self.extractor.sampling_rate
-        windows = [windows_of(resampled(sound, rate), self.extractor.n_samples) for sound in sounds]
+        windows = [windows_of(resample_sound(sound, rate), self.extractor.n_samples) for sound in sounds]
         features = self.extractor(
             [window for parts in windows for window in parts], sampling_rate=rate, return_tensors="pt"
         ).input_features

@@ -39,7 +39,7 @@ class HpsV3Network(QwenRater):
 
     def __call__(self, images: list[np.ndarray], prompts: list[str]) -> torch.Tensor:
         """Mean and logarithm of the deviation of the preference for uint8 [H, W, 3] images, float32 [B, 2]."""
-        batch = self.processor(images=[resize(image) for image in images], return_tensors="pt")
+        batch = self.processor(images=[resize_image(image) for image in images], return_tensors="pt")
         grids = batch.image_grid_thw
         texts = [
             format_chat("<|image_pad|>" * count, self.instruction.replace(PROMPT_FIELD, prompt))
@@ -52,7 +52,7 @@ class HpsV3Network(QwenRater):
 load_hpsv3 = loader_of(HpsV3Network)
 
 
-def resize(image: np.ndarray) -> Image.Image:
+def resize_image(image: np.ndarray) -> Image.Image:
     """Scales an image, uint8 [H, W, 3], bicubic, so that it has close to 448 x 448 pixels and sides of 28 times n."""
     height, width = image.shape[:2]
     height, width = scaled_size(height, width, NUM_PIXELS, NUM_PIXELS)

@@ -24,7 +24,7 @@ from sfumato.rewards.networks.folder import (
     loader_of,
     read_json,
 )
-from sfumato.rewards.networks.pixel_preparation import normalise, scale
+from sfumato.rewards.networks.pixel_preparation import normalise_pixels, scale_pixels
 
 if TYPE_CHECKING:
     from transformers import BlipVisionModel
@@ -74,10 +74,10 @@ class ImageRewardNetwork(Network):
         size = cast("int", self.vision.config.image_size)
         height, width = pixels.shape[-2:]
         shorter = min(height, width)
-        scaled = scale(pixels, size * height // shorter, size * width // shorter)
+        scaled = scale_pixels(pixels, size * height // shorter, size * width // shorter)
         top, left = (round((side - size) / 2) for side in scaled.shape[-2:])
         middle = scaled[..., top : top + size, left : left + size]
-        return self._score(normalise(middle, PIXEL_MEAN, PIXEL_STD), prompts)
+        return self._score(normalise_pixels(middle, PIXEL_MEAN, PIXEL_STD), prompts)
 
     def _score(self, prepared: torch.Tensor, prompts: list[str]) -> torch.Tensor:
         pixels = prepared.to(self.device, self.dtype)

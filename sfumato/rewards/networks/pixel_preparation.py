@@ -34,9 +34,9 @@ def prepare_like(processor: Any, pixels: torch.Tensor) -> torch.Tensor:
         if processor.resample != BICUBIC:
             raise ConfigError(f"image processor: resample {processor.resample} has no gradient here; take 3 (bicubic)")
         if size.get("shortest_edge"):
-            pixels = scale(pixels, *sides_of_shortest(height, width, size["shortest_edge"]))
+            pixels = scale_pixels(pixels, *sides_of_shortest(height, width, size["shortest_edge"]))
         elif size.get("height") and size.get("width"):
-            pixels = scale(pixels, size["height"], size["width"])
+            pixels = scale_pixels(pixels, size["height"], size["width"])
         else:
             raise ConfigError(f"image processor: size {dict(size)} has no gradient here; take shortest_edge, or both")
     if getattr(processor, "do_center_crop", False):
@@ -46,7 +46,7 @@ def prepare_like(processor: Any, pixels: torch.Tensor) -> torch.Tensor:
     pixels = pixels * (255 * processor.rescale_factor)
     if not getattr(processor, "do_normalize", False):
         return pixels
-    return normalise(pixels, processor.image_mean, processor.image_std)
+    return normalise_pixels(pixels, processor.image_mean, processor.image_std)
 
 
 def sides_of_shortest(height: int, width: int, shortest: int) -> tuple[int, int]:
@@ -56,7 +56,7 @@ def sides_of_shortest(height: int, width: int, shortest: int) -> tuple[int, int]
     return int(shortest * height / width), shortest
 
 
-def scale(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def scale_pixels(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """Pictures ``[B, 3, H, W]`` scaled bicubically with Pillow's filter, and cut to 0 to 1 as it does."""
     if pixels.shape[-2:] == (height, width):
         return pixels
@@ -76,7 +76,7 @@ def cut_middle(pixels: torch.Tensor, height: int, width: int) -> torch.Tensor:
     return pixels[..., top : top + height, left : left + width]
 
 
-def normalise(pixels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
+def normalise_pixels(pixels: torch.Tensor, mean: Sequence[float], std: Sequence[float]) -> torch.Tensor:
     """``(pixels - mean) / std`` of each of three channels of ``[B, 3, H, W]``."""
     means, stds = torch.tensor([list(mean), list(std)], dtype=pixels.dtype, device=pixels.device)[:, :, None, None]
     return (pixels - means) / stds

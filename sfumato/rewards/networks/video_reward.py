@@ -161,16 +161,16 @@ def read_settings(path: Path) -> VideoRewardSettings:
     lora = described.get("peft_lora_config") or {}
     scale = 1.0
     if lora.get("lora_enable"):
-        rank = _positive(path, lora, "lora_r")
-        scale = _positive(path, lora, "lora_alpha") / (math.sqrt(rank) if lora.get("use_rslora") else rank)
+        rank = _read_positive_number(path, lora, "lora_r")
+        scale = _read_positive_number(path, lora, "lora_alpha") / (math.sqrt(rank) if lora.get("use_rslora") else rank)
     published = described.get("inference_config")
     means = (0.0,) * len(DIMENSIONS)
     stds = (1.0,) * len(DIMENSIONS)
     if published is not None:
-        means = tuple(_number(path, published, f"{dimension}_mean") for dimension in DIMENSIONS)
-        stds = tuple(_positive(path, published, f"{dimension}_std") for dimension in DIMENSIONS)
-    max_pixels = int(_positive(path, data, "max_frame_pixels"))
-    return VideoRewardSettings(_positive(path, data, "fps"), max_pixels, scale, means, stds)
+        means = tuple(_read_number(path, published, f"{dimension}_mean") for dimension in DIMENSIONS)
+        stds = tuple(_read_positive_number(path, published, f"{dimension}_std") for dimension in DIMENSIONS)
+    max_pixels = int(_read_positive_number(path, data, "max_frame_pixels"))
+    return VideoRewardSettings(_read_positive_number(path, data, "fps"), max_pixels, scale, means, stds)
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -211,15 +211,15 @@ def merge_adapter(weights: dict[str, torch.Tensor], scale: float, folder: Path) 
     return merged
 
 
-def _number(path: Path, section: JsonObject, name: str) -> float:
+def _read_number(path: Path, section: JsonObject, name: str) -> float:
     value = section.get(name)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ConfigError(f"{path}: {name} must be a number, not {value!r}")
     return float(value)
 
 
-def _positive(path: Path, section: JsonObject, name: str) -> float:
-    value = _number(path, section, name)
+def _read_positive_number(path: Path, section: JsonObject, name: str) -> float:
+    value = _read_number(path, section, name)
     if value <= 0:
         raise ConfigError(f"{path}: {name} must be above 0, not {value:g}")
     return value

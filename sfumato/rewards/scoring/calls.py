@@ -43,10 +43,10 @@ def score_batch(reward: Reward, samples: list[Sample]) -> Checked:
     except UserError:
         raise
     except BaseException as error:  # whatever a reward raises, sys.exit included, is an unscored batch
-        return failed(describe_error(error, reward.source_file), num_samples)
+        return mark_failed(describe_error(error, reward.source_file), num_samples)
 
 
-def failed(reason: str, num_samples: int) -> Checked:
+def mark_failed(reason: str, num_samples: int) -> Checked:
     """So many samples without a value."""
     return [(math.nan, reason)] * num_samples
 
@@ -72,9 +72,9 @@ def check_values(result: Any, num_samples: int) -> Checked:
     if hasattr(result, "tolist"):  # an array or a tensor
         result = result.tolist()
     if not isinstance(result, (list, tuple)):
-        return failed(f"returned a {type(result).__name__}, not a list of numbers", num_samples)
+        return mark_failed(f"returned a {type(result).__name__}, not a list of numbers", num_samples)
     if len(result) != num_samples:
-        return failed(f"returned {len(result)} values for {num_samples} samples", num_samples)
+        return mark_failed(f"returned {len(result)} values for {num_samples} samples", num_samples)
     return [_check_value(value) for value in result]
 
 

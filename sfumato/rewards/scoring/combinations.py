@@ -49,7 +49,7 @@ class Combination(ABC):
         """
 
 
-def normalised(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None) -> np.ndarray:
+def normalise_values(values: np.ndarray, how: Normalise, group_ids: np.ndarray | None) -> np.ndarray:
     """The values of a reward as they go into the combination.
 
     Standardising subtracts the mean and divides by the standard deviation (divisor N), or by ``LEAST_STD`` where that

@@ -18,7 +18,7 @@ import numpy as np
 
 from sfumato.errors import UserError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, failed, score_batch
+from sfumato.rewards.scoring.calls import TIMED_OUT, Outcome, mark_failed, score_batch
 from sfumato.tracking.waveforms import Waveform
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def score_with(reward: Reward, samples: list[Sample]) -> tuple[np.ndarray, list[
         parts = [reward.seen(samples[index]) for index in indices]
         batch = [image for part in parts for image in part]
         if given_up:
-            outcome = Outcome(failed(given_up, len(batch)))
+            outcome = Outcome(mark_failed(given_up, len(batch)))
         else:
             outcome = _call_in_process(reward, batch) if reward.process else _call_in_thread(reward, batch)
             lost_in_a_row = lost_in_a_row + 1 if outcome.is_lost else 0
@@ -87,7 +87,7 @@ class ScoreCache:
                 self._values.popitem(last=False)
 
 
-def digest(samples: Sequence[Sample]) -> bytes:
+def digest_samples(samples: Sequence[Sample]) -> bytes:
     """128 bits that identify all that a reward may look at in samples, in their order.
 
     The number of their group is left out, which says nothing of the sample.
@@ -124,7 +124,7 @@ def score_remembering(reward: Reward, samples: list[Sample], cache: ScoreCache) 
         Values float64 [B], reasons, and the number of samples whose value was known without scoring them.
     """
     units = reward.plan_calls(samples) if reward.groupwise else [[index] for index in range(len(samples))]
-    keys = [digest([samples[index] for index in unit]) for unit in units]
+    keys = [digest_samples([samples[index] for index in unit]) for unit in units]
     cached_values = {key: cache.get(key) for key in keys}
     new: dict[bytes, list[int]] = {}  # the first unit of each content that is not known
     for key, unit in zip(keys, units, strict=True):
@@ -180,7 +180,7 @@ def _call_in_thread(reward: Reward, samples: list[Sample]) -> Outcome:
     thread.start()
     thread.join(timeout_s)
     if not ended:
-        return Outcome(failed(f"{TIMED_OUT} after {timeout_s:g} s", len(samples)), is_lost=True)
+        return Outcome(mark_failed(f"{TIMED_OUT} after {timeout_s:g} s", len(samples)), is_lost=True)
     if isinstance(ended[0], UserError):
         raise ended[0]
     return Outcome(ended[0])

@@ -15,7 +15,7 @@ from sfumato.config.rl import RewardConfig
 from sfumato.errors import ConfigError, DataError, RewardError
 from sfumato.rewards.base import Reward, Sample
 from sfumato.rewards.scoring.calls import LARGEST
-from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalised
+from sfumato.rewards.scoring.combinations import Combination, WeightedSum, normalise_values
 from sfumato.rewards.scoring.one_reward import ScoreCache, score_remembering, score_with
 from sfumato.rewards.scoring.scores import Scores
 
@@ -191,7 +191,7 @@ class Scorer:
         if not (self.objective and num_samples):
             return np.full(num_samples, math.nan), Counter()
         values = {
-            reward.label: normalised(components[reward.label].copy(), reward.normalise, group_ids)
+            reward.label: normalise_values(components[reward.label].copy(), reward.normalise, group_ids)
             for reward in self.objective
         }
         # copies, since a combination may be a function of the user's that writes into what it is given

@@ -85,14 +85,20 @@ class Scores:
 
         Samples without a value count in the fractions alone.
         """
-        numbers = {f"{prefix}reward/total": _mean(self.level)}
-        numbers |= {f"{prefix}reward/{name}": _mean(values) for name, values in self.components.items()}
+        numbers = {f"{prefix}reward/total": _mean_of_scored(self.level)}
+        numbers |= {f"{prefix}reward/{name}": _mean_of_scored(values) for name, values in self.components.items()}
         for name, (part, whole) in self.counts.items():
             numbers[f"{prefix}{name}"] = part / whole if whole else math.nan
-        numbers |= {f"{prefix}reward/std": _std(self.level), f"{prefix}reward/failed": _failed(self.total)}
+        numbers |= {
+            f"{prefix}reward/std": _std_of_scored(self.level),
+            f"{prefix}reward/failed": _fraction_failed(self.total),
+        }
         # With one reward its spread and its failures are those of the total, which stand there already.
         for name, values in self.components.items() if len(self.components) > 1 else ():
-            numbers |= {f"{prefix}reward_std/{name}": _std(values), f"{prefix}reward_failed/{name}": _failed(values)}
+            numbers |= {
+                f"{prefix}reward_std/{name}": _std_of_scored(values),
+                f"{prefix}reward_failed/{name}": _fraction_failed(values),
+            }
         return numbers
 
     def timings(self, wait_s: float) -> dict[str, float]:
@@ -123,15 +129,15 @@ class Scores:
         )
 
 
-def _mean(values: np.ndarray) -> float:
+def _mean_of_scored(values: np.ndarray) -> float:
     scored = values[np.isfinite(values)]
     return float(scored.mean()) if len(scored) else math.nan
 
 
-def _std(values: np.ndarray) -> float:
+def _std_of_scored(values: np.ndarray) -> float:
     scored = values[np.isfinite(values)]
     return float(scored.std()) if len(scored) else math.nan
 
 
-def _failed(values: np.ndarray) -> float:
+def _fraction_failed(values: np.ndarray) -> float:
     return float(np.isnan(values).mean())

@@ -24,7 +24,7 @@ from sfumato import errors
 from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import ConfigError, UserError
 from sfumato.rewards.base import Reward, Sample
-from sfumato.rewards.scoring.calls import TIMED_OUT, Checked, Outcome, failed
+from sfumato.rewards.scoring.calls import TIMED_OUT, Checked, Outcome, mark_failed
 
 START_TIMEOUT_S = 900.0
 """How long loading a reward may take."""
@@ -226,7 +226,7 @@ class WorkerPool:
         try:
             pickled = pickle.dumps(samples)
         except Exception as error:
-            return Outcome(failed(f"the samples cannot be sent to its process: {error}", len(samples)))
+            return Outcome(mark_failed(f"the samples cannot be sent to its process: {error}", len(samples)))
         worker = None
         keep = False
         try:
@@ -236,7 +236,7 @@ class WorkerPool:
         except LostError as error:
             reason = str(error)
             reason = reason if reason.startswith(TIMED_OUT) else f"its process {reason}"
-            return Outcome(failed(reason, len(samples)), is_lost=True)
+            return Outcome(mark_failed(reason, len(samples)), is_lost=True)
         except UserError:
             keep = True
             raise

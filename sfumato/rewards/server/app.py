@@ -37,7 +37,7 @@ from sfumato.rewards.http import wire
 from sfumato.rewards.scoring.scorer import Scorer
 from sfumato.rewards.server.batching import Batcher, RequestScores
 from sfumato.rewards.server.metrics import ServerMetrics
-from sfumato.serving.connections import trust, uvicorn_config
+from sfumato.serving.connections import trust_connection, uvicorn_config
 from sfumato.serving.requests import (
     ByteBudget,
     ByteShare,
@@ -157,7 +157,7 @@ class RewardServer:
         await asyncio.to_thread(self.scorer.prepare)
         if self.state != "loading":  # it was told to stop meanwhile
             return
-        self._fingerprints = {reward.label: _fingerprint(reward) for reward in self.scorer.rewards}
+        self._fingerprints = {reward.label: _fingerprint_reward(reward) for reward in self.scorer.rewards}
         for reward in self.scorer.rewards:
             batcher = Batcher(
                 reward,
@@ -259,7 +259,7 @@ class RewardServer:
         authorization = request.headers.get("authorization", "").encode()
         if self._token is not None and not hmac.compare_digest(authorization, b"Bearer " + self._token):
             raise RefusedRequestError(401, "the key is missing or wrong: set api_key_env of the remote reward")
-        trust(request.scope)
+        trust_connection(request.scope)
 
     def _check_state(self) -> None:
         if self.state != "ready":
@@ -271,7 +271,7 @@ async def _wait_for_hang_up(request: Request) -> None:
         pass
 
 
-def _fingerprint(reward: Reward) -> str:
+def _fingerprint_reward(reward: Reward) -> str:
     """A digest of the reward's fields, of the files that they name, and of sfumato's version.
 
     Fields that do not change a value are left out: the weight and the like are the client's.
@@ -335,18 +335,18 @@ async def serve(config: RewardServerConfig) -> None:
         try:
             await rewards.load()
             if rewards.state == "ready":
-                print(f"serving {', '.join(rewards.metrics.call_s)} at {_address(listening)}", flush=True)
+                print(f"serving {', '.join(rewards.metrics.call_s)} at {_shown_address(listening)}", flush=True)
         except BaseException:
             server.should_exit = True
             raise
 
-    listening = _listen(config)
+    listening = _listen_at(config)
     tasks.append(asyncio.create_task(begin()))
     await server.serve(sockets=[listening])
     await asyncio.gather(*tasks)
 
 
-def _listen(config: RewardServerConfig) -> socket.socket:
+def _listen_at(config: RewardServerConfig) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -359,6 +359,6 @@ def _listen(config: RewardServerConfig) -> socket.socket:
     return listening
 
 
-def _address(listening: socket.socket) -> str:
+def _shown_address(listening: socket.socket) -> str:
     host, port = listening.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -61,16 +61,16 @@ class ServerMetrics:
 
     def text(self, queue_length: int) -> str:
         """All of it as GET /metrics shows it."""
-        return "\n".join([*self._lines(queue_length), ""])
+        return "\n".join([*self._render_lines(queue_length), ""])
 
-    def _lines(self, queue_length: int) -> Iterator[str]:
+    def _render_lines(self, queue_length: int) -> Iterator[str]:
         yield "# TYPE sfumato_requests_total counter"
         for status, count in sorted(self.requests.items()):
             yield f'sfumato_requests_total{{status="{status}"}} {count}'
         for name, counts in (("samples", self.samples), ("failures", self.failures)):
             yield f"# TYPE sfumato_{name}_total counter"
             for label in self.call_s:
-                yield f"sfumato_{name}_total{{reward={_quoted(label)}}} {counts[label]}"
+                yield f"sfumato_{name}_total{{reward={_quote_label(label)}}} {counts[label]}"
         yield "# TYPE sfumato_received_bytes_total counter"
         yield f"sfumato_received_bytes_total {self.bytes_received}"
         yield "# TYPE sfumato_queue_length gauge"
@@ -79,9 +79,9 @@ class ServerMetrics:
         yield from self.request_s.lines("sfumato_request_seconds", "")
         yield "# TYPE sfumato_call_seconds histogram"
         for label, histogram in self.call_s.items():
-            yield from histogram.lines("sfumato_call_seconds", f"reward={_quoted(label)}")
+            yield from histogram.lines("sfumato_call_seconds", f"reward={_quote_label(label)}")
 
 
-def _quoted(label: str) -> str:
+def _quote_label(label: str) -> str:
     escaped = label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'

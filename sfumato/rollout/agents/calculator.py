@@ -49,7 +49,7 @@ def calculate(expression: str) -> str:
     text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(?<![\w.])0+(?=\d)", "", text)  # Python refuses integers that begin with zeros, such as 007
     try:
-        return _format_number(_value(ast.parse(text, mode="eval").body))
+        return _format_number(_evaluate_node(ast.parse(text, mode="eval").body))
     except CalculationError:
         raise
     except SyntaxError as error:
@@ -62,24 +62,24 @@ def calculate(expression: str) -> str:
         raise CalculationError(str(error)) from error
 
 
-def _value(node: ast.AST) -> int | float:
+def _evaluate_node(node: ast.AST) -> int | float:
     """The value of a node of the syntax tree. Raises CalculationError for what is no arithmetic."""
     # A bool is an int to ``isinstance``, and no number of an expression.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
-        return _checked(node.value)
+        return _check_number(node.value)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.UAdd, ast.USub)):
-        value = _value(node.operand)
+        value = _evaluate_node(node.operand)
         return -value if isinstance(node.op, ast.USub) else value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        first = _value(node.left)
-        second = _value(node.right)
+        first = _evaluate_node(node.left)
+        second = _evaluate_node(node.right)
         if isinstance(node.op, ast.Pow):
             _check_power(first, second)
-        return _checked(_OPERATORS[type(node.op)](first, second))
+        return _check_number(_OPERATORS[type(node.op)](first, second))
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
         if node.func.id not in _FUNCTIONS:
             raise CalculationError(f"unknown function {node.func.id!r}; known are {', '.join(_FUNCTIONS)}")
-        return _checked(_FUNCTIONS[node.func.id](*map(_value, node.args)))
+        return _check_number(_FUNCTIONS[node.func.id](*map(_evaluate_node, node.args)))
     raise CalculationError("only numbers, + - * / // % **, parentheses and functions of numbers can be worked out")
 
 
@@ -91,7 +91,7 @@ def _check_power(base: int | float, exponent: int | float) -> None:
         raise CalculationError("the power is too large")
 
 
-def _checked(value: object) -> int | float:
+def _check_number(value: object) -> int | float:
     if isinstance(value, int) and value.bit_length() > MAX_BITS:
         raise CalculationError("the number is too large")
     if not isinstance(value, (int, float)) or (isinstance(value, float) and not math.isfinite(value)):

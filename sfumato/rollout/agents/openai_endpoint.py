@@ -24,7 +24,7 @@ from sfumato.config.open_mappings import JsonObject
 from sfumato.errors import MissingDependencyError
 from sfumato.rollout.agents.recorded_calls import PolicyReply, RefusedCallError, Session
 from sfumato.serving.bounded_json import load_json
-from sfumato.serving.connections import trust, uvicorn_config
+from sfumato.serving.connections import trust_connection, uvicorn_config
 from sfumato.serving.requests import RefusedRequestError, RequestGuard, check_media_type, read_body
 
 if TYPE_CHECKING:
@@ -167,26 +167,26 @@ class Endpoint:
         from starlette.routing import Route
 
         routes = [
-            Route("/v1/chat/completions", self._chat, methods=["POST"]),
-            Route("/v1/completions", self._complete, methods=["POST"]),
-            Route("/v1/models", self._models, methods=["GET"]),
+            Route("/v1/chat/completions", self._answer_chat, methods=["POST"]),
+            Route("/v1/completions", self._answer_completion, methods=["POST"]),
+            Route("/v1/models", self._list_models, methods=["GET"]),
         ]
         return RequestGuard(Starlette(routes=routes, exception_handlers={RefusedCallError: _refuse, 404: _refuse_path}))
 
-    async def _models(self, request: Request) -> Response:
+    async def _list_models(self, request: Request) -> Response:
         from starlette.responses import JSONResponse
 
         self._session_of(request)
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "sfumato"}
         return JSONResponse({"object": "list", "data": [model]})
 
-    async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=True)
+    async def _answer_chat(self, request: Request) -> Response:
+        return await self._answer_request(request, is_chat=True)
 
-    async def _complete(self, request: Request) -> Response:
-        return await self._answer(request, is_chat=False)
+    async def _answer_completion(self, request: Request) -> Response:
+        return await self._answer_request(request, is_chat=False)
 
-    async def _answer(self, request: Request, is_chat: bool) -> Response:
+    async def _answer_request(self, request: Request, is_chat: bool) -> Response:
         from starlette.responses import JSONResponse, StreamingResponse
 
         session = self._session_of(request)
@@ -204,7 +204,7 @@ class Endpoint:
         session = self._sessions.get(key)
         if session is None:
             raise RefusedCallError("this key is of no sample that is being drawn", status=401, code="invalid_api_key")
-        trust(request.scope)
+        trust_connection(request.scope)
         return session
 
 
@@ -306,7 +306,7 @@ async def _wait_for_end(request: Request) -> None:
         pass
 
 
-def _usage(reply: PolicyReply) -> dict[str, int]:
+def _count_usage(reply: PolicyReply) -> dict[str, int]:
     """Numbers of tokens, as the protocol names them."""
     num_drawn = len(reply.token_ids)
     total = reply.num_prompt_tokens + num_drawn
@@ -321,7 +321,7 @@ def _describe_reply(kind: str, reply: PolicyReply) -> dict[str, object]:
         "object": kind,
         "created": int(time.time()),
         "model": MODEL,
-        "usage": _usage(reply),
+        "usage": _count_usage(reply),
     }
 
 

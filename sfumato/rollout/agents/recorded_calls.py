@@ -119,11 +119,13 @@ class Session:
         """
         if self.template.chat is None:
             raise RefusedCallError("there is no chat template (data.chat_template none): use /v1/completions")
-        messages = [_plain(message) for message in messages]
-        history = [_comparable(message) for message in messages]
+        messages = [_template_message(message) for message in messages]
+        history = [_comparable_message(message) for message in messages]
         tool_key = json.dumps(tools, sort_keys=True)
-        points = [point for point in self._points if point.tools == tool_key and _extends(history, point.history)]
-        point = self._longest(points)
+        points = [
+            point for point in self._points if point.tools == tool_key and _extends_earlier(history, point.history)
+        ]
+        point = self._longest_point(points)
         try:
             if point is None:
                 check_prompt(messages, "messages")
@@ -144,7 +146,7 @@ class Session:
             call["id"] = name
         self.text = reply.text
         self.messages = [*messages, reply.message]
-        end.history = [*history, _comparable(reply.message)]
+        end.history = [*history, _comparable_message(reply.message)]
         end.tools = tool_key
         self._points.append(end)
         return reply
@@ -156,7 +158,7 @@ class Session:
             points = [
                 point for point in self._points if isinstance(point.history, str) and prompt.startswith(point.history)
             ]
-            point = self._longest(points)
+            point = self._longest_point(points)
             rest = prompt if point is None else prompt[len(cast(str, point.history)) :]
             new_tokens = self.template.encode([rest], is_beginning=point is None)[0] if rest else []
         else:
@@ -166,7 +168,7 @@ class Session:
             points = [
                 point for point in self._points if ids[: point.length] == point.sequence.token_ids[: point.length]
             ]
-            point = self._longest(points)
+            point = self._longest_point(points)
             new_tokens = ids if point is None else ids[point.length :]
         if point is None and not new_tokens:
             raise RefusedCallError("the prompt is empty")
@@ -183,7 +185,7 @@ class Session:
         for task in self.tasks:
             task.cancel()
 
-    def _longest(self, points: list[_Point]) -> _Point | None:
+    def _longest_point(self, points: list[_Point]) -> _Point | None:
         """The point with most tokens; of equally long ones the one at the end of its sequence, which can grow there."""
         return max(points, key=lambda point: (point.length, point.length == len(point.sequence)), default=None)
 
@@ -234,7 +236,7 @@ class Session:
         text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids)
         log_probs = sequence.log_probs[-len(drawn_tokens) :] if drawn_tokens else []
         whole_text = self.template.decode(drawn_tokens, self.sampling.stop_token_ids, is_cut=False)
-        message = _message(text, read_calls(whole_text, tools) if tools else [], whole_text)
+        message = _assistant_message(text, read_calls(whole_text, tools) if tools else [], whole_text)
         reply = PolicyReply(text, message, sequence.finish_reason, drawn_tokens, log_probs, len(prompt))
         last_token = None if self.is_truncated else end_token(drawn_tokens, self.sampling)
         return reply, _Point(None, "", sequence, len(sequence), last_token)
@@ -249,7 +251,7 @@ class Session:
         return self.keys.request_seed((int.from_bytes(digest, "big") >> 1) + self._repeats[digest])
 
 
-def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
+def _assistant_message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
     """The policy's answer as a message of role assistant, whose calls have no id yet.
 
     Where any of its calls cannot be read, the whole answer remains a text.
@@ -266,7 +268,7 @@ def _message(text: str, calls: Sequence[ToolCall], whole: str) -> Message:
     return {"role": "assistant", "content": without_calls(whole), "tool_calls": tool_calls}
 
 
-def _plain(message: Message) -> Message:
+def _template_message(message: Message) -> Message:
     """A message of the protocol as chat templates take it: content is a text, arguments of calls are mappings."""
     message = without_nulls(message)
     content = message.get("content", "")
@@ -295,15 +297,15 @@ def _with_arguments(call: object) -> JsonObject:
     return {**call, "function": function}
 
 
-def _comparable(message: Message) -> _ComparableMessage:
+def _comparable_message(message: Message) -> _ComparableMessage:
     """Role, content and calls of a message, by which two are the same whatever other fields a client adds."""
-    functions = [call.get("function") or {} for call in _plain(message).get("tool_calls") or []]
+    functions = [call.get("function") or {} for call in _template_message(message).get("tool_calls") or []]
     calls = [(function.get("name"), json.dumps(function.get("arguments"), sort_keys=True)) for function in functions]
     content = message.get("content") or ""
     # Clients may strip what they send back. The tokens that go on are those that were drawn, in any case.
     return message.get("role"), content.strip() if isinstance(content, str) else content, calls
 
 
-def _extends(history: list[_ComparableMessage], earlier: list[_ComparableMessage] | str | None) -> bool:
+def _extends_earlier(history: list[_ComparableMessage], earlier: list[_ComparableMessage] | str | None) -> bool:
     """Whether a conversation begins with all messages of an earlier one, and has more."""
     return isinstance(earlier, list) and len(history) > len(earlier) and history[: len(earlier)] == earlier

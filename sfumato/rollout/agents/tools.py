@@ -72,13 +72,13 @@ class Tool:
         except (UserError, asyncio.CancelledError):
             raise
         except CalculationError as error:
-            return ToolResult(cut(f"Error: {error}", max_output_chars), True)
+            return ToolResult(cut_text(f"Error: {error}", max_output_chars), True)
         except Exception as error:
-            return ToolResult(cut(f"Error: {describe(error)}", max_output_chars), True)
-        return ToolResult(cut(result, max_output_chars))
+            return ToolResult(cut_text(f"Error: {describe(error)}", max_output_chars), True)
+        return ToolResult(cut_text(result, max_output_chars))
 
 
-def cut(text: str, max_chars: int) -> str:
+def cut_text(text: str, max_chars: int) -> str:
     """The first ``max_chars`` characters of a text, with a note of how many are missing."""
     if len(text) <= max_chars:
         return text
@@ -128,7 +128,7 @@ def _build_calculator() -> Tool:
     async def work(expression: object) -> str:
         return calculate(str(expression))
 
-    return Tool("calculator", _schema("calculator", "Works out an arithmetic expression.", "expression"), work)
+    return Tool("calculator", _one_text_schema("calculator", "Works out an arithmetic expression.", "expression"), work)
 
 
 # as many programs at a time as there are processors: more would only make each other run into their time limits
@@ -151,7 +151,7 @@ def _build_python(timeout_s: float) -> Tool:
         return await call_own(run, str(code), timeout_s=None)  # the sandbox has the time limit
 
     description = "Runs a program of Python and returns what it prints."
-    return Tool("python", _schema("python", description, "code"), work)
+    return Tool("python", _one_text_schema("python", description, "code"), work)
 
 
 @cache
@@ -185,7 +185,7 @@ def _build_function_tool(function: Callable[..., object], path: str, timeout_s: 
     return Tool(schema["function"]["name"], schema, work)
 
 
-def _schema(name: str, description: str, parameter: str) -> dict[str, object]:
+def _one_text_schema(name: str, description: str, parameter: str) -> dict[str, object]:
     """The JSON schema of a tool whose only argument is a text."""
     parameters = {"type": "object", "properties": {parameter: {"type": "string"}}, "required": [parameter]}
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}

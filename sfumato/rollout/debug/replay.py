@@ -78,7 +78,7 @@ class DumpedRollouts:
         rows = [row_of[request.sample_id] for request in requests]
         chosen = self._rollout.rows(torch.tensor(rows, dtype=torch.int64))
         samples = [
-            self._sample(request, sequences, self._scores[row])
+            self._build_sample(request, sequences, self._scores[row])
             for request, sequences, row in zip(chosen.requests, chosen.sequences, rows, strict=True)
         ]
         return chosen, samples
@@ -117,7 +117,9 @@ class DumpedRollouts:
         self.metrics = {"staleness/mean": float(ages.mean()), "staleness/max": float(ages.max())}
         self._step = iteration
 
-    def _sample(self, request: SampleRequest, sequences: Sequence[TokenSequence], scores: dict[str, float]) -> Sample:
+    def _build_sample(
+        self, request: SampleRequest, sequences: Sequence[TokenSequence], scores: dict[str, float]
+    ) -> Sample:
         """A sample as reports show it, with the rewards that it had; dumps hold no texts, so they are decoded."""
         tokens = [sequence.token_ids[sequence.drawn].tolist() for sequence in sequences]
         prompt = sequences[0].token_ids[: int(sequences[0].drawn.argmax())].tolist() if sequences else []

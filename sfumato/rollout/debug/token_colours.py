@@ -69,7 +69,8 @@ def write_token_page(
         is_trained = [bool(log_probs.any()) for log_probs in token_values[PROXIMAL].split(rollout.num_rows)]
     shown_rows = {name: [row for row in chosen if is_trained[row] or name == ADVANTAGE] for name in split}
     largest = {
-        name: max((_largest(parts[row]) for row in shown_rows[name]), default=0.0) for name, parts in split.items()
+        name: max((_largest_finite(parts[row]) for row in shown_rows[name]), default=0.0)
+        for name, parts in split.items()
     }
     legend = " · ".join(f"{name}: strongest colour at ±{value:.4g}" for name, value in largest.items())
     body = [f"<h1>Rollout of step {dump.step}</h1><p><small>{legend}</small></p>"]
@@ -99,7 +100,7 @@ def write_token_page(
     return path
 
 
-def _largest(values: Tensor) -> float:
+def _largest_finite(values: Tensor) -> float:
     """The largest absolute value of those that are finite; 0 where none is."""
     finite = values[torch.isfinite(values)]
     return float(finite.abs().max()) if len(finite) else 0.0

@@ -59,14 +59,14 @@ def pixel_distance(images: Sequence[np.ndarray]) -> float:
     Returns:
         The mean over all pairs, pixels and colours.
     """
-    ordered = torch.stack([_downscale(image) for image in images]).sort(dim=0).values
+    ordered = torch.stack([_downscale_pixels(image) for image in images]).sort(dim=0).values
     count = len(ordered)
     # of sorted values, the sum over pairs |a - b| is the sum of rank x value with these ranks: no loop over pairs
     ranks = 2 * torch.arange(count, dtype=torch.float64) - (count - 1)
     return float((ranks @ ordered).mean() / (count * (count - 1) / 2)) / 255
 
 
-def _downscale(image: np.ndarray) -> torch.Tensor:
+def _downscale_pixels(image: np.ndarray) -> torch.Tensor:
     """The pixels of a sample, averaged down: float64, flat."""
     frames = image.reshape(-1, *image.shape[-3:])
     chosen_frames = torch.linspace(0, len(frames) - 1, min(len(frames), MOST_FRAMES)).round().long()

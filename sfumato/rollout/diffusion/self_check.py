@@ -349,7 +349,7 @@ class Replay:
         if not values:
             return 0.0
         log_ratios, distances = values[: len(self.steps)], values[len(self.steps) :]
-        largest, step = self._worst(log_ratios)
+        largest, step = self._worst_step(log_ratios)
         where = "before the first update, replay and rollout differ at denoising step"
         if self.bound is not None and not largest <= self.bound:  # so NaN is refused, too
             raise SelfCheckError(
@@ -358,7 +358,7 @@ class Replay:
                 "float32, or a wider clip range; algorithm.self_check: false goes on anyway"
             )
         if self.largest_distance is not None:
-            distance, step = self._worst(distances)
+            distance, step = self._worst_step(distances)
             if not distance <= self.largest_distance:
                 raise SelfCheckError(
                     f"{where} {step} by {distance:.1e} of the velocity (allowed: {self.largest_distance:.1e}, by what "
@@ -367,7 +367,7 @@ class Replay:
                 )
         return largest
 
-    def _worst(self, values: Sequence[float]) -> tuple[float, int]:
+    def _worst_step(self, values: Sequence[float]) -> tuple[float, int]:
         """The largest of the W values, or one that is NaN, and its denoising step."""
         worst = max(range(len(values)), key=lambda index: (math.isnan(values[index]), values[index]))
         return values[worst], self.steps[worst]

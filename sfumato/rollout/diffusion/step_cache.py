@@ -48,7 +48,7 @@ class StepCache:
                 f"{model.pipeline_class}; it fits the transformers of Stable Diffusion 3, FLUX, Qwen-Image, and Wan "
                 "with one transformer: set it to 0"
             )
-        if not (blocks := self._blocks()) or not all(_registered(type(block)) for block in blocks):
+        if not (blocks := self._hooked_blocks()) or not all(_block_metadata(type(block)) for block in blocks):
             raise ConfigError(
                 "eval.step_cache: diffusers' MagCache cannot reach the blocks behind train.data_parallel_mode fsdp1: "
                 "set it to 0, or take fsdp2 or ddp"
@@ -67,7 +67,7 @@ class StepCache:
 
         # one step more than there are: after the last step diffusers would print the factors and forget them
         config = MagCacheConfig(num_inference_steps=self.num_steps + 1, calibrate=True)
-        with self._hooked(config) as state:
+        with self._hook_blocks(config) as state:
             image = draw()
             rank_ratios = state().calibration_ratios
         mesh = self.model.mesh
@@ -85,7 +85,7 @@ class StepCache:
 
         assert self._ratios is not None, "measure first"
         config = MagCacheConfig(self.threshold, num_inference_steps=self.num_steps, mag_ratios=self._ratios)
-        with self._hooked(config) as state:
+        with self._hook_blocks(config) as state:
             hook = self.model.denoiser.register_forward_hook(
                 lambda *_: self._left_out.append(not state().should_compute)
             )
@@ -108,27 +108,27 @@ class StepCache:
             "eval/cache_error": sum(errors) / max(len(errors), 1),
         }
 
-    def _blocks(self) -> list[nn.Module]:
+    def _hooked_blocks(self) -> list[nn.Module]:
         """The blocks that diffusers puts hooks on."""
         stacks = [child for child in self.model.denoiser.children() if isinstance(child, nn.ModuleList)]
         return [block for stack in stacks for block in stack]
 
     @contextmanager
-    def _hooked(self, config: MagCacheConfig) -> Iterator[Callable[[], Any]]:
+    def _hook_blocks(self, config: MagCacheConfig) -> Iterator[Callable[[], Any]]:
         """Puts diffusers' hooks on the blocks inside the block; yields a function that gives their state.
 
         Afterwards all modules have the ``forward`` and the attributes that they had before.
         """
         from diffusers.hooks import apply_mag_cache  # pyright: ignore[reportPrivateImportUsage]
 
-        for cls in {type(block) for block in self._blocks()}:
+        for cls in {type(block) for block in self._hooked_blocks()}:
             _register(cls)
         # diffusers replaces ``forward`` on the instances: those that had one there already get it back
         modules = list(self.model.denoiser.modules())
         forwards = {module: vars(module)["forward"] for module in modules if "forward" in vars(module)}
         try:
             apply_mag_cache(self.model.denoiser, config)
-            (head, *_) = cast(Any, self._blocks()[0])._diffusers_hook.hooks.values()
+            (head, *_) = cast(Any, self._hooked_blocks()[0])._diffusers_hook.hooks.values()
             yield head.state_manager.get_state
         finally:
             for module in modules:
@@ -137,7 +137,7 @@ class StepCache:
                     vars(module).update({"forward": forwards[module]} if module in forwards else {})
 
 
-def _registered(cls: type[nn.Module]) -> Any:
+def _block_metadata(cls: type[nn.Module]) -> Any:
     """diffusers' ``TransformerBlockMetadata`` of a class of blocks or of a base of it; None where it has none."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
@@ -153,5 +153,5 @@ def _register(cls: type[nn.Module]) -> None:
     """Registers a class of blocks that fsdp2 has derived, with the metadata of the class that it derives from."""
     from diffusers.hooks._helpers import TransformerBlockRegistry
 
-    if (metadata := _registered(cls))._cls is not cls:
+    if (metadata := _block_metadata(cls))._cls is not cls:
         TransformerBlockRegistry.register(cls, replace(metadata))

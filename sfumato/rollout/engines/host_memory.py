@@ -17,18 +17,18 @@ def free_host_bytes() -> int:
     macOS tells how much memory there is, but not how much is free: half of it is taken to be.
     """
     try:
-        machine = _fields(MEMINFO)["MemAvailable:"] * 1024  # told in KiB
+        machine = _read_fields(MEMINFO)["MemAvailable:"] * 1024  # told in KiB
     except FileNotFoundError:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
     limit = CGROUP / "memory.max"
     if not limit.is_file() or not (text := limit.read_text(encoding="ascii").strip()).isdecimal():
         return machine  # no limit
     used = int((CGROUP / "memory.current").read_text(encoding="ascii"))
-    reclaimable = _fields(CGROUP / "memory.stat").get("inactive_file", 0)
+    reclaimable = _read_fields(CGROUP / "memory.stat").get("inactive_file", 0)
     return max(0, min(machine, int(text) - used + reclaimable))
 
 
-def _fields(path: Path) -> dict[str, int]:
+def _read_fields(path: Path) -> dict[str, int]:
     """The lines of a file of the kernel: a name and a number."""
     words = [line.split() for line in path.read_text(encoding="ascii").splitlines()]
     return {line[0]: int(line[1]) for line in words if len(line) > 1}

@@ -14,7 +14,7 @@ from sfumato.config.user_functions import import_function
 from sfumato.data.text.prompt_template import PromptTemplate
 from sfumato.data.text.prompts import TextPrompt
 from sfumato.errors import ConfigError, UserError
-from sfumato.rollout.agents.tools import cut
+from sfumato.rollout.agents.tools import cut_text
 from sfumato.rollout.agents.user_calls import call_own, describe
 from sfumato.rollout.engines.base import Engine, EngineError, Sampling
 from sfumato.rollout.kinds.base import DrawnText, LengthLimits, RolloutKind, SampleKeys
@@ -50,14 +50,14 @@ class Environment(RolloutKind):
             raise ConfigError("rollout.kind: max_turns, max_output_chars and timeout_s must be positive")
 
     def prepare(self, template: PromptTemplate) -> None:
-        environment_class = self._class()
+        environment_class = self._load_class()
         missing = [name for name in ("reset", "step") if not callable(getattr(environment_class, name, None))]
         if missing:
             raise ConfigError(f"rollout.kind.path {self.path} has no method {missing[0]}")
         if template.chat is not None:
             tokens_between(template, [{"role": "user", "content": "."}], None)
 
-    def _class(self) -> Callable[..., object]:
+    def _load_class(self) -> Callable[..., object]:
         try:
             return import_function(self.path)
         except ConfigError as error:
@@ -74,8 +74,8 @@ class Environment(RolloutKind):
     ) -> DrawnText:
         play = _Play(self, template, prompt)
         try:
-            await play.reset(self._class())
-            is_truncated = await self._act(play, engine, keys, sampling, limits)
+            await play.reset(self._load_class())
+            is_truncated = await self._play_turns(play, engine, keys, sampling, limits)
         except (UserError, EngineError):
             raise
         except _EnvironmentError as error:
@@ -86,7 +86,7 @@ class Environment(RolloutKind):
         sequences = [play.sequence.freeze()] if play.sequence is not None else []
         return DrawnText(sequences, play.text, play.messages, is_truncated, play.metadata, play.damage)
 
-    async def _act(
+    async def _play_turns(
         self, play: _Play, engine: Engine, keys: SampleKeys, sampling: Sampling, limits: LengthLimits
     ) -> bool:
         """Plays turn after turn. Returns whether it ended at a limit of tokens or turns."""
@@ -142,8 +142,8 @@ class _Play:
         first = await self._call(self.environment.reset, self.prompt.copy_for_sample())
         ids = self.prompt.token_ids
         if first is not None:
-            with self._reading("reset"):
-                first = self._checked(first)
+            with self._blame_environment("reset"):
+                first = self._check_observation(first)
             content: str | list[Message] = first
             if self.messages is not None:
                 system_messages = [message for message in self.messages if message["role"] in ("system", "developer")]
@@ -157,7 +157,7 @@ class _Play:
         if self.messages is not None:
             self.messages.append({"role": "assistant", "content": self.text})
         result = await self._call(self.environment.step, self.text)
-        with self._reading("step"):
+        with self._blame_environment("step"):
             return self._read_step(result)
 
     def _read_step(self, result: object) -> str:
@@ -177,10 +177,10 @@ class _Play:
             )
         self.rewards.append(number)
         self.is_done = bool(done)
-        return "" if self.is_done else self._checked(observation)
+        return "" if self.is_done else self._check_observation(observation)
 
     @contextlib.contextmanager
-    def _reading(self, method: str) -> Iterator[None]:
+    def _blame_environment(self, method: str) -> Iterator[None]:
         """Inside the block, an error of what a method has returned is the environment's, as one of the method is.
 
         Such are the truth of an array of several elements, and objects that cannot be printed.
@@ -218,11 +218,11 @@ class _Play:
         except _EnvironmentError as error:
             self.damage = self.damage or str(error)
 
-    def _checked(self, observation: object) -> str:
+    def _check_observation(self, observation: object) -> str:
         """The observation, cut to ``max_output_chars``. Raises _EnvironmentError when it is no text."""
         if not isinstance(observation, str) or not observation:
             raise _EnvironmentError(f"{self.kind.path}: an observation must be a text, not {observation!r:.200}")
-        return cut(observation, self.kind.max_output_chars)
+        return cut_text(observation, self.kind.max_output_chars)
 
     async def _call(self, function: Callable[..., object], *args: object, **named: object) -> object:
         """Calls the user's code, with the timeout. Its errors become _EnvironmentError, but for UserError."""

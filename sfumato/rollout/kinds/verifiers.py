@@ -42,10 +42,10 @@ class Verifiers(ChatAgent):
         slot = environment.slots(load_tasks(task["environment"], config_json)[task["task"]])[0]
         async with environment.serving():
             episode = await environment.run_slot(slot, context)
-        return _outcome(episode)
+        return _read_outcome(episode)
 
 
-def _outcome(episode: Any) -> JsonObject:
+def _read_outcome(episode: Any) -> JsonObject:
     """Reward, rewards and metrics of an episode. Raises EpisodeError when it failed or had several agents."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]

@@ -46,7 +46,7 @@ class DynamicSampling:
         """
         del num_requested
         requests, scores = scored[-1]
-        if differ(scores.level):
+        if rewards_differ(scores.level):
             return []
         last_group = requests[0].group_id
         next_group = last_group + self.loader.num_prompts
@@ -80,7 +80,7 @@ def dynamic_sampling(config: RLConfig, loader: TextPromptLoader, max_extra_group
     return DynamicSampling(loader, max_extra_groups)
 
 
-def differ(values: np.ndarray) -> bool:
+def rewards_differ(values: np.ndarray) -> bool:
     """Whether two of a group's rewards ``[n]`` differ by more than rounding; those that are missing do not count."""
     scored = values[np.isfinite(values)]
     return len(scored) > 1 and has_spread(torch.from_numpy(scored))

@@ -233,11 +233,11 @@ def subtract_penalties(
     Returns:
         The advantages of this rank's samples; ``rewards`` in them are those before the penalty.
     """
-    from sfumato.algorithms.token_advantages import penalised
+    from sfumato.algorithms.token_advantages import subtract_token_penalties
 
     assert advantages.rewards is not None
     groups = torch.tensor([request.group_id for request in rollout.requests])
-    by_rank = mesh.gather((penalised(advantages.rewards, penalties, sequences, mask), groups))
+    by_rank = mesh.gather((subtract_token_penalties(advantages.rewards, penalties, sequences, mask), groups))
     rewards, groups = (torch.cat(parts) for parts in zip(*by_rank, strict=True))
     first = sum(len(rank_rewards) for rank_rewards, _ in by_rank[: mesh.data_rank])
     compared = config.algorithm.advantage.compute(rewards, groups).rows(range(first, first + len(rollout)))

@@ -31,14 +31,14 @@ from sfumato.models.language.parts import refuse_other_tokens
 from sfumato.models.language.probe import probe
 from sfumato.models.language.rounding import rounding_noise
 from sfumato.models.language.shared_prompts import can_share_prompts
-from sfumato.models.language.tolerance import coarsest
+from sfumato.models.language.tolerance import coarsest_dtype
 from sfumato.models.policies import Policies
 from sfumato.parallel.loss import IGNORED
 from sfumato.parallel.mesh import Mesh
 from sfumato.rewards.base import Sample
 from sfumato.rollout.batch import EvalStats, SampleRequest
 from sfumato.rollout.engines.base import Engine, EngineError, GenerationRequest, Sampling
-from sfumato.rollout.engines.embedded.complete import complete
+from sfumato.rollout.engines.embedded.complete import complete_requests
 from sfumato.rollout.engines.embedded.policy_engine import PolicyEngine
 from sfumato.rollout.engines.settings import Embedded
 from sfumato.rollout.kinds.base import DrawnText, LengthLimits, SampleKeys
@@ -178,7 +178,7 @@ class TextGenerator:
         self._restarts = 0
         self.receiver = None if self.served is None else self.served.weights
         """Receives the weights of new versions; None where the policy's model does."""
-        self._policy = None if model is None else PolicyEngine(model, self._embedded)
+        self._policy = None if model is None else PolicyEngine(model, self._build_embedded)
         self._is_resting = False
         self.unfinished: UnfinishedRollouts | None = None
         """The groups that finished iterations have left to the next, in the actor, whose checkpoints hold them."""
@@ -193,7 +193,7 @@ class TextGenerator:
 
             self._dumped = DumpedRollouts(config.rollout.load_dump, self.template, config.rollout.temperature)
 
-    def _embedded(self, module: nn.Module) -> Engine:
+    def _build_embedded(self, module: nn.Module) -> Engine:
         """Builds the embedded engine for a module with the policy's weights."""
         assert self._policy is not None
         settings = self.config.rollout.engine
@@ -225,7 +225,7 @@ class TextGenerator:
         """As ``rescore``, with what rounding to the coarser precision of engine and policy does to the model."""
         engine_dtype: torch.dtype = getattr(torch, getattr(self.config.rollout.engine, "dtype", "bfloat16"))
         dtypes = (engine_dtype, model.plain.dtype, model.autocast_dtype or torch.float32)
-        with model.whole_output(), rounding_noise(model.module, coarsest(dtypes)):  # logits are rounded, too
+        with model.whole_output(), rounding_noise(model.module, coarsest_dtype(dtypes)):  # logits are rounded, too
             return self.rescore(model, tokens)
 
     def draw_tokens(self, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -238,7 +238,7 @@ class TextGenerator:
             GenerationRequest(beginning, seed, length - len(beginning)) for seed, beginning in enumerate(shortened)
         ]
         served = self.served
-        completions = self._with_restarts(lambda: complete(served, requests, Sampling()))
+        completions = self._with_restarts(lambda: complete_requests(served, requests, Sampling()))
         tokens = torch.tensor(
             [[*beginning, *drawn.token_ids] for beginning, drawn in zip(shortened, completions, strict=True)]
         )
@@ -271,7 +271,7 @@ class TextGenerator:
             RoleLostError: when an engine with weights of its own is lost and cannot be restarted.
         """
         rollout = self.config.rollout
-        engine, sampling, limits = self._ready(weights, version)
+        engine, sampling, limits = self._prepare_engine(weights, version)
 
         async def draw_all() -> list[DrawnText]:
             draws = [
@@ -368,7 +368,7 @@ class TextGenerator:
             self._over_sampling = OverSampling(self.config, prompts, self.mesh)
         places = list(dict.fromkeys(request.group_id for request in requests))
         while True:
-            engine, sampling, limits = self._ready(weights, version)
+            engine, sampling, limits = self._prepare_engine(weights, version)
             try:
                 rollout, samples, after = self._over_sampling.draw(
                     engine, sampling, limits, self.template, version, unfinished, places
@@ -382,7 +382,7 @@ class TextGenerator:
         returns_unfinished = self.config.runtime.backend != "ray" or self.mesh.data_rank == 0
         return rollout, samples, after if returns_unfinished else None
 
-    def _ready(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
+    def _prepare_engine(self, weights: tuple[str, int], version: int) -> tuple[Engine, Sampling, LengthLimits]:
         """The engine for these weights, how it draws, and the limits of answers; arguments as of ``draw``."""
         engine = cast(Engine, self.served if self._policy is None else self._policy.ready(weights, version))
         rollout = self.config.rollout
@@ -555,7 +555,7 @@ def adopt_template(template: PromptTemplate) -> None:
     facts_of(template.tokenizer).answer_end = template.answer_end
 
 
-def summed(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
+def sum_over_ranks(mesh: Mesh) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function that sums a small tensor over data-parallel ranks, in the order of ranks."""
 
     def reduce(values: torch.Tensor) -> torch.Tensor:

@@ -71,7 +71,7 @@ class Cluster(Driver):
         self._reserver = Reserver(config, run, is_own)
         self._places: dict[str, Places] = {}  # reserved places of roles that are not started yet
         if is_own:
-            self.loop.problem = partial(_problem, _ray_children())
+            self.loop.problem = partial(_find_dead_child, _ray_children())
         self._bytes_told: dict[str, int] = {}
         self._is_open = True
         atexit.register(self.close)
@@ -361,13 +361,13 @@ def _end_failed_start() -> None:
     import ray
 
     package = str(Path(ray.__file__).parent)
-    processes = [pid for pid, words in _children().items() if any(word.startswith(package) for word in words)]
+    processes = [pid for pid, words in _child_commands().items() if any(word.startswith(package) for word in words)]
     for number, wait_s in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
         for pid in processes:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
         deadline = time.monotonic() + wait_s
-        while any(_state(pid) not in "ZX" for pid in processes) and time.monotonic() < deadline:
+        while any(_read_state(pid) not in "ZX" for pid in processes) and time.monotonic() < deadline:
             time.sleep(0.05)
 
 
@@ -398,17 +398,17 @@ def _own_signals() -> Iterator[None]:
 
 def _ray_children() -> dict[int, str]:
     """The child processes that a Ray started here depends on: names by process id."""
-    names = {pid: Path(words[0]).name for pid, words in _children().items()}
+    names = {pid: Path(words[0]).name for pid, words in _child_commands().items()}
     return {pid: name for pid, name in names.items() if name in ("gcs_server", "raylet")}
 
 
-def _children() -> dict[int, list[str]]:
+def _child_commands() -> dict[int, list[str]]:
     """The commands of this process's children, by process id."""
     lists = [file.read_text().split() for file in Path("/proc/self/task").glob("*/children")]
-    return {int(pid): _command(pid) for pids in lists for pid in pids}
+    return {int(pid): _read_command(pid) for pids in lists for pid in pids}
 
 
-def _command(pid: str) -> list[str]:
+def _read_command(pid: str) -> list[str]:
     """A process's program and arguments; an empty word if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_text().split("\0")
@@ -416,7 +416,7 @@ def _command(pid: str) -> list[str]:
         return [""]
 
 
-def _state(pid: int) -> str:
+def _read_state(pid: int) -> str:
     """The letter by which Linux calls what a process does; X if it has ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -424,9 +424,9 @@ def _state(pid: int) -> str:
         return "X"
 
 
-def _problem(children: Mapping[int, str]) -> str:
+def _find_dead_child(children: Mapping[int, str]) -> str:
     """What is wrong with Ray: a process that it depends on has died. Empty if nothing is."""
     for pid, name in children.items():
-        if _state(pid) in "ZX":
+        if _read_state(pid) in "ZX":
             return f"its {name} (process {pid}) has died, so that all roles are lost"
     return ""

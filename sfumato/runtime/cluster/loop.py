@@ -14,7 +14,7 @@ from sfumato.config.writing import write_atomically
 from sfumato.errors import PreemptedError, RoleLostError, ValuesLostError
 from sfumato.parallel.peers import is_lost_connection
 from sfumato.runtime.cluster.packing import Packed, size_of, unpack
-from sfumato.runtime.cluster.placement import machines
+from sfumato.runtime.cluster.placement import list_machines
 from sfumato.runtime.cluster.process import CallPart, RayFuture, RoleProcess
 from sfumato.runtime.cluster.worker import Reply, Said
 from sfumato.runtime.roles import Record
@@ -197,7 +197,7 @@ class DriverLoop:
             reason = f"{reason} ({crash})"
         last = "".join(f"\nlast lines of the standard error of rank {rank}:\n{text}" for rank, text in tails)
         unfinished = [pair for process in processes for pair in process.unanswered.values()]
-        reason = f"{reason}; {_doing(unfinished)}"
+        reason = f"{reason}; {_describe_calls(unfinished)}"
         for process in processes:
             self.forget(process)
         error = RoleLostError(role.name, [process.rank for process in processes], reason + last)
@@ -216,7 +216,7 @@ class DriverLoop:
         processes = [process for role in self.roles for process in role.processes]
         if all(process.identity is not None or process.is_lost for process in processes):
             return
-        alive = {machine.node_id for machine in machines()}
+        alive = {machine.node_id for machine in list_machines()}
         for process in processes:
             if process.identity is None and not process.is_lost and process.slot.node_id not in alive:
                 self.lose(self._role_of(process), [process], "its machine was lost while it started")
@@ -305,10 +305,10 @@ class DriverLoop:
             return
         except ray.exceptions.RayError as error:  # pyright: ignore[reportAttributeAccessIssue]
             # Ray could not bring arguments or results, as when the store is full
-            self._answered(part)
+            self._mark_answered(part)
             self._part_ended(future, part, RuntimeError(f"{future.function.name} of role {future.role}: {error}"))
             return
-        self._answered(part)
+        self._mark_answered(part)
         self.count_bytes(future.role, packed_reply)
         reply: Reply = unpack(packed_reply)
         label = future.label
@@ -323,7 +323,7 @@ class DriverLoop:
         for handle, size in zip(part.keeps, reply.sizes, strict=False):
             handle.nbytes = int(size)
             handle.seconds = reply.end - reply.start
-        error = None if reply.error is None else _raised(reply.error, process, future.function.name)
+        error = None if reply.error is None else _unpack_exception(reply.error, process, future.function.name)
         if error is None and part.ships:
             self.count_bytes(future.role, packed_value)
             part.value = unpack(packed_value)
@@ -358,10 +358,10 @@ class DriverLoop:
         if role.works_together and not future.prefetches:
             self.lose(role, role.processes, reason)
             return
-        self._answered(part)
+        self._mark_answered(part)
         self._part_ended(future, part, ValuesLostError(made_by, (), reason))
 
-    def _answered(self, part: CallPart) -> None:
+    def _mark_answered(self, part: CallPart) -> None:
         assert part.reference is not None
         del self._sent[part.reference], part.process.unanswered[part.reference]
         part.reference = None
@@ -463,14 +463,14 @@ class DriverLoop:
         return "\n".join(parts)
 
 
-def _doing(calls: list[tuple[RayFuture, CallPart]]) -> str:
+def _describe_calls(calls: list[tuple[RayFuture, CallPart]]) -> str:
     """Which functions a process was given, for messages."""
     if not calls:
         return "it was idle"
     return "it had been given " + ", ".join(dict.fromkeys(future.function.name for future, _ in calls))
 
 
-def _raised(packed: Packed, process: RoleProcess, function: str) -> BaseException:
+def _unpack_exception(packed: Packed, process: RoleProcess, function: str) -> BaseException:
     """Unpacks the exception of a function, and adds where it was raised."""
     error, text = unpack(packed)
     where = f"in role {process.role}, rank {process.rank} ({process.where()}), {function}"

@@ -31,7 +31,7 @@ def pack(value: object, reference: Callable[[object], int | None] | None = None)
     """
     buffers: list[pickle.PickleBuffer] = []
     file = io.BytesIO()
-    plain, referring = _picklers()  # ``referring`` is slower, since it asks about every item
+    plain, referring = _pickler_classes()  # ``referring`` is slower, since it asks about every item
     pickler = (plain if reference is None else referring)(file, protocol=5, buffer_callback=buffers.append)
     if reference is not None:
         pickler.reference = reference
@@ -48,7 +48,7 @@ def unpack(packed: Packed, referred: Sequence[Packed] = ()) -> Any:
 
 
 @functools.cache
-def _picklers() -> tuple[Any, Any]:
+def _pickler_classes() -> tuple[Any, Any]:
     """Pickler classes without and with references.
 
     They are made once: Python frees a class only when it looks for cycles, and a class made for each value would keep

@@ -82,7 +82,7 @@ def plan(free: Sequence[Amount], roles: Sequence[Sequence[Amount]]) -> list[list
     # For each role the number of its processes on each machine.
     chosen: list[dict[int, int]] = [{} for _ in roles]
     # A depth-first search with a stack of its own: level i holds the candidates for process i that are not tried yet.
-    levels = [_candidates(remaining, chosen, processes, 0)] if processes else []
+    levels = [_candidate_machines(remaining, chosen, processes, 0)] if processes else []
     while levels:
         if len(chosen_machines) == len(levels):  # the last choice at this level led nowhere: take it back
             machine = chosen_machines.pop()
@@ -105,7 +105,7 @@ def plan(free: Sequence[Amount], roles: Sequence[Sequence[Amount]]) -> list[list
         if len(chosen_machines) == len(processes):
             break
         if (len(levels), tuple(sorted(remaining))) not in dead_ends:
-            levels.append(_candidates(remaining, chosen, processes, len(levels)))
+            levels.append(_candidate_machines(remaining, chosen, processes, len(levels)))
     if len(chosen_machines) < len(processes):
         return None
     return [[machine for machine, count in sorted(counts.items()) for _ in range(count)] for counts in chosen]
@@ -117,7 +117,7 @@ def _largest_first(item: tuple[Amount, int]) -> tuple[int, int, int]:
     return -gpus, -cpus, role
 
 
-def _candidates(
+def _candidate_machines(
     remaining: Sequence[Amount],
     chosen: Sequence[Mapping[int, int]],
     processes: Sequence[tuple[Amount, int]],
@@ -166,7 +166,7 @@ class Places:
             PreemptedError: the run was asked to stop meanwhile.
         """
         ranks = list(ranks)
-        alive = {machine.node_id for machine in machines()}
+        alive = {machine.node_id for machine in list_machines()}
         if all(self.slots[rank].node_id in alive for rank in ranks):
             return
         _remove(self.slots[rank] for rank in ranks)
@@ -210,7 +210,7 @@ class Reserver:
         started = time.monotonic()
         say_at = started + SAY_PLACE_S
         while True:
-            cluster_machines = machines()
+            cluster_machines = list_machines()
             check_addresses(cluster_machines)
             if (planned := _plan_on([machine.free for machine in cluster_machines], wanted)) is not None:
                 slots = [[cluster_machines[machine].node_id for machine in indices] for indices in planned]
@@ -218,10 +218,10 @@ class Reserver:
                     return places
             waited = time.monotonic() - started
             can_never_be = planned is None and _plan_on([machine.total for machine in cluster_machines], wanted) is None
-            patience = self.config.call_timeout_s if is_renewal else self._patience(can_never_be)
-            text = _about(wanted, cluster_machines)
+            patience = self.config.call_timeout_s if is_renewal else self._seconds_to_wait(can_never_be)
+            text = _describe_pools(wanted, cluster_machines)
             if waited > patience:
-                raise ConfigError(f"{text}. {self._remedy(can_never_be)}")
+                raise ConfigError(f"{text}. {self._describe_remedy(can_never_be)}")
             if time.monotonic() >= say_at:
                 say_at = time.monotonic() + SAY_AGAIN_S
                 event = "for machines to join" if can_never_be else "until others give some back"
@@ -234,13 +234,13 @@ class Reserver:
         if self.run.stop_requested:
             raise PreemptedError("stopped by signal while processes waited for their places", is_saved=False)
 
-    def _patience(self, can_never_be: bool) -> float:
+    def _seconds_to_wait(self, can_never_be: bool) -> float:
         """Seconds to wait for places; ``can_never_be``: even the empty machines would not be enough."""
         if not can_never_be:
             return self.config.call_timeout_s
         return 0.0 if self.is_own else self.config.wait_for_nodes_s
 
-    def _remedy(self, can_never_be: bool) -> str:
+    def _describe_remedy(self, can_never_be: bool) -> str:
         """What the user can do, for an error message."""
         lower = "Lower processes, cpus or gpus in runtime.pools (cpus may be a fraction), or"
         if not can_never_be:
@@ -285,7 +285,7 @@ class Reserver:
         return {name: Places(self, name, wanted[name][0], slots_of_role) for name, slots_of_role in slots.items()}
 
 
-def machines() -> list[Machine]:
+def list_machines() -> list[Machine]:
     """The nodes of the cluster that are alive, ordered by name."""
     import ray
     from ray._private.state import available_resources_per_node
@@ -295,8 +295,8 @@ def machines() -> list[Machine]:
         Machine(
             node["NodeID"],
             node["NodeManagerHostname"],
-            _amount(node["Resources"]),
-            _amount(free.get(node["NodeID"], {})),
+            _amount_of_resources(node["Resources"]),
+            _amount_of_resources(free.get(node["NodeID"], {})),
         )
         for node in ray.nodes()
         if node["Alive"]
@@ -326,23 +326,23 @@ def amount_text(amount: Amount) -> str:
 
 
 def _plan_on(free: Sequence[Amount], wanted: Mapping[str, tuple[PoolConfig, bool]]) -> list[list[int]] | None:
-    return plan(free, [[_need(pool)] * pool.processes for pool, _ in wanted.values()])
+    return plan(free, [[_amount_of_pool(pool)] * pool.processes for pool, _ in wanted.values()])
 
 
-def _need(pool: PoolConfig) -> Amount:
+def _amount_of_pool(pool: PoolConfig) -> Amount:
     """What one process of a pool needs."""
-    return _amount({"CPU": pool.cpus, "GPU": pool.gpus})
+    return _amount_of_resources({"CPU": pool.cpus, "GPU": pool.gpus})
 
 
-def _amount(resources: Mapping[str, float]) -> Amount:
+def _amount_of_resources(resources: Mapping[str, float]) -> Amount:
     """CPUs and GPUs among Ray's resources."""
     cpus, gpus = (round(resources.get(kind, 0.0) * UNIT) for kind in KINDS)
     return cpus, gpus
 
 
-def _about(wanted: Mapping[str, tuple[PoolConfig, bool]], cluster_machines: Sequence[Machine]) -> str:
+def _describe_pools(wanted: Mapping[str, tuple[PoolConfig, bool]], cluster_machines: Sequence[Machine]) -> str:
     requested = ", ".join(
-        f"{name} {pool.processes} x ({amount_text(_need(pool))})" for name, (pool, _) in wanted.items()
+        f"{name} {pool.processes} x ({amount_text(_amount_of_pool(pool))})" for name, (pool, _) in wanted.items()
     )
     machine_texts = "; ".join(map(str, cluster_machines))
     return f"no place for runtime.pools: asked for are {requested}; the machines have: {machine_texts}"

@@ -179,7 +179,7 @@ class RoleProcess:
         so that it does not report an unexpected death."""
         self.end()
         if self.identity is not None:
-            on_node(self.identity.node_id, _kill, self.identity.pid, self.identity.born, grace_s, wait=False)
+            on_node(self.identity.node_id, _kill_after, self.identity.pid, self.identity.born, grace_s, wait=False)
 
     def where(self) -> str:
         """Process id and host, for messages."""
@@ -189,7 +189,7 @@ class RoleProcess:
         """The end of its standard error; empty if there is none, or its machine does not answer."""
         if self.identity is None:
             return ""
-        return on_node(self.identity.node_id, _tail, self.identity.stderr) or ""
+        return on_node(self.identity.node_id, _read_last_lines, self.identity.stderr) or ""
 
 
 def on_node(node_id: str, function: Callable[..., object], *args: object, wait: bool = True) -> Any:
@@ -217,7 +217,7 @@ def _without_gpus() -> dict[str, object]:
     return {"env_vars": {"CUDA_VISIBLE_DEVICES": ""}} if ray.cluster_resources().get("GPU") else {}
 
 
-def _kill(pid: int, born: str, grace_s: float) -> None:
+def _kill_after(pid: int, born: str, grace_s: float) -> None:
     """Kills a process of this machine if it has not ended in time; ``born`` as of ``Identity``."""
     deadline = time.monotonic() + grace_s
     # Its start is compared, since a later process may have got the same id.
@@ -229,7 +229,7 @@ def _kill(pid: int, born: str, grace_s: float) -> None:
         time.sleep(0.02)
 
 
-def _tail(path: str) -> str:
+def _read_last_lines(path: str) -> str:
     """The last lines of a file that a process has written to, without Ray's own."""
     try:
         with open(path, "rb") as file:

@@ -24,7 +24,7 @@ from sfumato.runtime.cluster.process import (
 from sfumato.runtime.cluster.worker import build_state, confirm_arrival, identify, open_store
 from sfumato.runtime.roles import OTHER, close_engine
 from sfumato.tracking.shared_folder import Token
-from sfumato.tracking.source_code import CODE, describe_difference, versions
+from sfumato.tracking.source_code import CODE, describe_difference, package_versions
 
 if TYPE_CHECKING:
     from sfumato.runtime.cluster.process import Shipped
@@ -77,18 +77,18 @@ class RayRole:
 
     def call(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in every process. The result is that of the first."""
-        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
+        return self._make_call(function, dict.fromkeys(range(len(self.processes)), args), kind=kind)
 
     def call_concurrently(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> RayFuture:
         """As ``call``, in a second thread of each process, beside other calls."""
-        return self._issue(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
+        return self._make_call(function, dict.fromkeys(range(len(self.processes)), args), group="concurrent", kind=kind)
 
     def map(
         self, function: Callable[..., object], parts: Sequence[object], *args: object, kind: str = OTHER
     ) -> RayFuture:
         """Runs ``function(state, parts[i], *args)`` in all processes of data-parallel rank i. The result is that of the
         role's first process."""
-        return self._issue(function, self._shared(parts, args), kind=kind)
+        return self._make_call(function, self._shared(parts, args), kind=kind)
 
     def map_remote(
         self,
@@ -102,7 +102,7 @@ class RayRole:
         by_rank = self._shared(parts, args)
         firsts = [self._data_rank_of.index(data_rank) for data_rank in self.data_ranks]
         kept_handles = {rank: [RayHandle() for _ in range(num_values)] for rank in firsts if rank in by_rank}
-        self._issue(function, by_rank, kept_handles=kept_handles, shippers=(), kind=kind)
+        self._make_call(function, by_rank, kept_handles=kept_handles, shippers=(), kind=kind)
         return [tuple(kept_handles.get(rank, ())) for rank in firsts]
 
     def prefetch(self, parts: Sequence[Sequence[RayHandle]]) -> RayFuture:
@@ -110,7 +110,7 @@ class RayRole:
 
         The future raises ValuesLostError, which names the role that made them, when some are lost.
         """
-        return self._issue(
+        return self._make_call(
             confirm_arrival,
             self._shared([tuple(handles) for handles in parts], ()),
             shippers=(),
@@ -217,7 +217,7 @@ class RayRole:
         port = RayHandle()
         token = Token(self.loop.run.output_dir) if plan.sees_folder else None
         identify_args = (None if token is None else token.name,)
-        identifying = self._issue(
+        identifying = self._make_call(
             identify,
             dict.fromkeys(ranks, identify_args),
             kept_handles=members,
@@ -229,10 +229,10 @@ class RayRole:
         identities = [member for (member,) in members.values()]
         if is_group:
             first = {ranks[0]: (identities,)}
-            self._issue(open_store, first, kept_handles={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
+            self._make_call(open_store, first, kept_handles={ranks[0]: [port]}, shippers=(), is_start=True, kind="load")
         group_args = (identities, port) if is_group else ([], None)
         args = (plan.build, plan.config, plan.train, *group_args)
-        built = self._issue(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
+        built = self._make_call(build_state, dict.fromkeys(ranks, args), shippers=(), is_start=True, kind="load")
         self._starts[ranks[0]] = [identifying, built]
         identifying.on_settled(lambda: self._on_identified(ranks[0], identifying, token))
         built.on_settled(lambda: self._has_started(ranks[0], built))
@@ -251,7 +251,7 @@ class RayRole:
             token.close()
             if problem:
                 self.fail(ConfigError(problem))
-        driver_versions = versions("ray")
+        driver_versions = package_versions("ray")
         for part in identifying.parts:
             part.process.identity = part.value
             where = f"{part.value.host}, where rank {part.process.rank} of role {self.name} runs, has"
@@ -288,7 +288,7 @@ class RayRole:
             if (rank_args := by_data_rank[data_rank]) is not None
         }
 
-    def _issue(
+    def _make_call(
         self,
         function: Callable[..., object],
         args: Mapping[int, tuple[object, ...]],
@@ -311,7 +311,7 @@ class RayRole:
         packed: dict[int, Arguments] = {}
         for rank, rank_args in args.items():
             if id(rank_args) not in packed:
-                arguments = _arguments(rank_args)
+                arguments = _pack_arguments(rank_args)
                 # ``arrive`` needs the values on its machine, not as arguments.
                 packed[id(rank_args)] = Arguments(pack(()), arguments.handles) if future.prefetches else arguments
             arguments = packed[id(rank_args)]
@@ -425,7 +425,7 @@ class RayPool(RayRole):
 
     def submit(self, function: Callable[..., object], *args: object, kind: str = OTHER) -> RayFuture:
         """Runs ``function(state, *args)`` in the process with the fewest open calls."""
-        return self._issue(function, {0: args}, moves=True, kind=kind)
+        return self._make_call(function, {0: args}, moves=True, kind=kind)
 
     def on_lost(
         self, processes: list[RoleProcess], unfinished: list[tuple[RayFuture, CallPart]], error: RoleLostError
@@ -458,7 +458,7 @@ class RayPool(RayRole):
         super()._send_part(future, part)
 
 
-def _arguments(args: tuple[object, ...]) -> Arguments:
+def _pack_arguments(args: tuple[object, ...]) -> Arguments:
     """Packs arguments, with numbers in place of the handles among them."""
     handles: list[RayHandle] = []
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from sfumato.errors import CheckpointError, ConfigError
 from sfumato.runtime.cluster.packing import Packed, pack, size_of, unpack
 from sfumato.tracking.lock import process_birth
-from sfumato.tracking.source_code import versions
+from sfumato.tracking.source_code import package_versions
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -220,7 +220,7 @@ class RoleWorker:
         self._running[call] = time.monotonic()
         self.run_of_role.stop_requested |= stop
         try:
-            run_function = self._function(digest, function)
+            run_function = self._load_function(digest, function)
             returned = run_function(self, *unpack(args, values))
             if num_values:
                 returned_values = (returned,) if num_values == 1 else tuple(returned)
@@ -249,7 +249,7 @@ class RoleWorker:
         result = (pack(reply), packed)
         return (result, *kept_values) if num_values else result
 
-    def _function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
+    def _load_function(self, digest: str, pickled: bytes | None) -> Callable[..., Any]:
         """The function of a digest; functions of the state wait until that is built.
 
         Of two calls at the same time the one that brings the pickle may come after the other, which then waits for it.
@@ -301,11 +301,11 @@ def identify(worker: RoleWorker, token: str | None) -> Identity:
     stderr = os.readlink("/proc/self/fd/2")
     folder = None
     if token is not None:
-        from sfumato.tracking.shared_folder import answer
+        from sfumato.tracking.shared_folder import answer_token
 
-        folder = answer(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
+        folder = answer_token(worker.run_of_role.output_dir, token, f"{worker.role} rank {worker.rank}")
     born = process_birth(os.getpid())
-    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, versions("ray"), folder)
+    return Identity(os.getpid(), born, socket.gethostname(), address, node_id, stderr, package_versions("ray"), folder)
 
 
 def confirm_arrival(worker: RoleWorker) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, local
+from sfumato.parallel.shards import Shards, all_parameters, local_shard
 from sfumato.runtime.weight_sync.checksum import Spec
 
 ALIGNED = 16
@@ -71,7 +71,7 @@ def plan_buckets(specs: Mapping[str, Spec], bucket_bytes: int) -> tuple[Bucket, 
     return tuple(buckets)
 
 
-def largest(buckets: Sequence[Bucket]) -> int:
+def largest_bytes(buckets: Sequence[Bucket]) -> int:
     """Bytes of the largest bucket; 0 without buckets."""
     return max((bucket.num_bytes for bucket in buckets), default=0)
 
@@ -83,7 +83,7 @@ NUM_SLOTS = 2
 def empty_slots(buckets: Sequence[Bucket], device: torch.device | str = "cpu") -> list[torch.Tensor]:
     """Memory for ``NUM_SLOTS`` buckets, of which bucket n takes number n mod ``NUM_SLOTS``: uint8 each."""
     count = min(NUM_SLOTS, max(1, len(buckets)))
-    return [torch.empty(largest(buckets), dtype=torch.uint8, device=device) for _ in range(count)]
+    return [torch.empty(largest_bytes(buckets), dtype=torch.uint8, device=device) for _ in range(count)]
 
 
 class Source:
@@ -104,6 +104,6 @@ class Source:
         """
         places = {} if memory is None else dict(bucket.tensors(memory))
         for item in bucket.items:
-            whole = self.shards.whole(item.name, local(self.parameters[item.name].detach()))
+            whole = self.shards.whole(item.name, local_shard(self.parameters[item.name].detach()))
             if memory is not None:
                 places[item.name].copy_(whole)

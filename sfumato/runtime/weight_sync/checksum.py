@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from sfumato.errors import WeightSyncError
-from sfumato.parallel.shards import Chunk, Shards, Spec, chunks_of, local, whole_chunk
+from sfumato.parallel.shards import Chunk, Shards, Spec, chunks_of, local_shard, whole_chunk
 
 UNIT = 4
 """Bytes of the numbers that are summed."""
@@ -72,7 +72,7 @@ def shard_checksum(shape: Sequence[int], shard: torch.Tensor, chunks: Iterable[C
     for chunk in chunks:
         if 0 in chunk.sizes:
             continue
-        total += _chunk_checksum(_merged(shape, chunk.offsets, chunk.sizes), shard.detach()[chunk.place])
+        total += _chunk_checksum(_merge_dimensions(shape, chunk.offsets, chunk.sizes), shard.detach()[chunk.place])
     return total
 
 
@@ -94,7 +94,7 @@ def local_checksums(
         specs: dtypes that the tensors are cast to before; None keeps their own.
     """
     held = {
-        name: (tuple(shards.shapes[name]), local(tensor), chunks_of(shards, name))
+        name: (tuple(shards.shapes[name]), local_shard(tensor), chunks_of(shards, name))
         for name, tensor in parameters.items()
     }
     held |= {
@@ -130,7 +130,7 @@ def add_up(ranks: Sequence[Checksums], shapes: Mapping[str, Sequence[int]], wher
         ]
         if differing:
             wrong.append((name, differing[0], "differs between ranks that hold the same part of it"))
-        elif sum(_numel(area) for area in by_area) != prod(shape):
+        elif sum(_count_elements(area) for area in by_area) != prod(shape):
             wrong.append((name, list(range(len(ranks))), "is not there as a whole"))
         totals[name] = sum(value for ranks_by_value in by_area.values() for value in ranks_by_value) % MODULUS
     _raise_if(wrong, where, "Send it again after the role was started anew")
@@ -161,13 +161,13 @@ def compare(
         by_area = _by_area(ranks, name)
         total = sum(next(iter(ranks_by_value)) for ranks_by_value in by_area.values()) % MODULUS
         agree = all(len(ranks_by_value) == 1 for ranks_by_value in by_area.values())
-        if agree and total == value and sum(_numel(area) for area in by_area) == prod(shapes[name]):
+        if agree and total == value and sum(_count_elements(area) for area in by_area) == prod(shapes[name]):
             continue
-        wrong.append((name, _suspects(by_area, value), "is not what was sent"))
+        wrong.append((name, _suspect_ranks(by_area, value), "is not what was sent"))
     _raise_if(wrong, where, remedy)
 
 
-def _suspects(by_area: Mapping[Area, Mapping[int, list[int]]], expected: int) -> list[int]:
+def _suspect_ranks(by_area: Mapping[Area, Mapping[int, list[int]]], expected: int) -> list[int]:
     """Ranks that may hold a wrong part of a tensor.
 
     If copies of a single area differ, only the ranks whose copies do not add up to ``expected`` are suspects.
@@ -199,7 +199,7 @@ def _by_area(ranks: Sequence[Checksums], name: str) -> dict[Area, dict[int, list
     return by_area
 
 
-def _numel(area: Area) -> int:
+def _count_elements(area: Area) -> int:
     """Elements of an area."""
     return sum(prod(sizes) for _, sizes in area)
 
@@ -213,7 +213,7 @@ def _raise_if(wrong: Sequence[tuple[str, list[int], str]], where: str, remedy: s
     raise WeightSyncError(f"{where}: {named}{more}. {remedy}.")
 
 
-def _merged(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+def _merge_dimensions(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, int, int]]:
     """A chunk in as few dimensions as possible: neighbouring ones are merged where that keeps positions contiguous.
 
     Returns:
@@ -230,7 +230,7 @@ def _merged(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) 
 
 
 def _chunk_checksum(dims: Sequence[tuple[int, int, int]], part: torch.Tensor) -> torch.Tensor:
-    """Checksum of a chunk, int64 scalar. ``dims`` as of ``_merged``."""
+    """Checksum of a chunk, int64 scalar. ``dims`` as of ``_merge_dimensions``."""
     if len(dims) == 1:
         ((_, offset, size),) = dims
         return _run_checksum(part.reshape(size).contiguous(), offset)

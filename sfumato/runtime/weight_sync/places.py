@@ -168,7 +168,9 @@ def wait_for(store: Store, keys: Sequence[str], timeout_s: float, stop: threadin
     return []
 
 
-def meet(store: Store, own_name: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event) -> None:
+def wait_for_all(
+    store: Store, own_name: str, all_names: Sequence[str], timeout_s: float, stop: threading.Event
+) -> None:
     """A barrier through a store: waits until all processes have called it.
 
     Args:

@@ -11,7 +11,7 @@ from torch import nn
 
 from sfumato.errors import RoleLostError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, all_parameters, local, persistent_buffers
+from sfumato.parallel.shards import Shards, all_parameters, local_shard, persistent_buffers
 from sfumato.runtime.weight_sync.checksum import Checksums, Spec, compare, local_checksums
 from sfumato.runtime.weight_sync.places import first_of_each_machine, places_of
 from sfumato.runtime.weight_sync.sender import Description, Handshake, Sent, close_way, refuse_stages
@@ -124,7 +124,7 @@ class MeshReceiver:
         del version
         self.applied = all_parameters(self.module)
         for name, shard in self.staged.items():
-            place = local(self.applied[name])
+            place = local_shard(self.applied[name])
             place.copy_(shard.reshape(place.shape))
         self.staged = {}
 
@@ -189,7 +189,7 @@ class ReceivingEnd:
             beside = self.stream is not None and not self.transport.hands_over
             with torch.cuda.stream(self.stream) if beside else nullcontext():
                 if self.takes:
-                    self.receiver.load(self._tensors(version, tensors), version)
+                    self.receiver.load(self._received_tensors(version, tensors), version)
             if self.stream is not None:
                 # ``apply`` reads the tensors in another stream, which does not wait for this one.
                 self.stream.synchronize()
@@ -198,7 +198,9 @@ class ReceivingEnd:
             self.transport.give_up()
             raise
 
-    def _tensors(self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _received_tensors(
+        self, version: int, tensors: Iterator[tuple[str, torch.Tensor]]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
         """Names and tensors from the transport, cut into shards if the receiver wants these."""
         shards = None if self.transport.gives_shards else self.receiver.shards
         for name, tensor in tensors:
@@ -294,7 +296,7 @@ def join_receiving(state: ReceivingState) -> None:
 
 def draw_tokens(state: ReceivingState, beginnings: Sequence[Sequence[int]]) -> torch.Tensor:
     """Fixed tokens ``[N, T]`` that go on from these beginnings, as the first rank's ``engine`` draws them."""
-    _onload(state)
+    _onload_engine(state)
     tokens = state.engine.draw_tokens(beginnings)  # type: ignore[attr-defined]
     return state.mesh.gather(tokens, over="world")[0]  # ranks that share a batch must score the same
 
@@ -331,13 +333,13 @@ def apply(state: ReceivingState, sent: Sent, tokens: torch.Tensor | None = None)
     failure: Exception | None = None
     if not problem:
         try:
-            _onload(state)
+            _onload_engine(state)
             end.receiver.apply(sent.version)
             end.staged = None
             sums = {} if end.receiver.rescores else end.receiver.checksums(sent.checksums)
         except Exception as error:  # raised below
             failure = error
-    ranks = _gathered(end, (problem, sums), failure, "take its weights")
+    ranks = _gather_or_raise(end, (problem, sums), failure, "take its weights")
     if problems := [text for text, _ in ranks if text]:
         raise WeightSyncError(f"{problems[0]}: transfer a version before it is applied")
     if not end.receiver.rescores:
@@ -362,13 +364,15 @@ def _rescore_all(end: ReceivingEnd, tokens: torch.Tensor) -> list[torch.Tensor]:
         log_probs = end.receiver.rescore(tokens)
     except Exception as error:  # raised below
         failure = error
-    return [scored for scored in _gathered(end, log_probs, failure, "score the fixed tokens") if scored is not None]
+    return [
+        scored for scored in _gather_or_raise(end, log_probs, failure, "score the fixed tokens") if scored is not None
+    ]
 
 
 Value = TypeVar("Value")
 
 
-def _gathered(end: ReceivingEnd, value: Value, failure: Exception | None, doing: str) -> list[Value]:
+def _gather_or_raise(end: ReceivingEnd, value: Value, failure: Exception | None, doing: str) -> list[Value]:
     """Gathers a value of every rank before any rank raises: one that left alone would keep the others waiting.
 
     Args:
@@ -394,7 +398,7 @@ def _gathered(end: ReceivingEnd, value: Value, failure: Exception | None, doing:
     return [value for value, _, _ in ranks]
 
 
-def _onload(state: ReceivingState) -> None:
+def _onload_engine(state: ReceivingState) -> None:
     """Brings an engine that has given its memory away back: one that sleeps neither loads weights nor draws."""
     onload = getattr(state, "onload", None)
     if onload is not None and getattr(state, "engine", None) is not None:

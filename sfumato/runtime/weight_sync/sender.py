@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from sfumato.errors import ConfigError, NonFiniteError, WeightSyncError
-from sfumato.parallel.finite import listed, not_finite, together
+from sfumato.parallel.finite import gather_names, list_first, not_finite
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards, all_parameters, persistent_buffers, trainable_parameters
 from sfumato.runtime.weight_sync.buckets import Bucket, Source, plan_buckets
@@ -143,7 +143,7 @@ def open_sending(state: SendingState, version: int, wanted: Description, setting
 
 def join_sending(state: SendingState) -> None:
     """Waits for the sampler's processes, which run ``join_receiving`` at the same time."""
-    _sender(state).transport.join()
+    _build_sender(state).transport.join()
 
 
 def send(
@@ -169,7 +169,7 @@ def send(
         NonFiniteError: when a weight is not finite.
         WeightSyncError: when the ranks' copies differ, or a receiver died; the connection is then closed.
     """
-    sender = _sender(state)
+    sender = _build_sender(state)
     mesh = state.mesh
     try:
         with state.sent_weights(version) as module:
@@ -178,10 +178,11 @@ def send(
             buffers = persistent_buffers(module) if everything and tokens is None else {}
             parameters = {name: source.parameters[name] for name in names}
             # All ranks raise, or none: one that left alone would keep the others waiting in the next collective.
-            bad = together(not_finite(parameters), mesh)
+            bad = gather_names(not_finite(parameters), mesh)
             if bad:
                 raise NonFiniteError(
-                    f"weights of version {version} in the actor are NaN or infinite: {listed(bad)}. They were not sent"
+                    f"weights of version {version} in the actor are NaN or infinite: {list_first(bad)}. They were not "
+                    "sent"
                 )
             sums = local_checksums(source.shards, mesh.device, parameters, buffers, sender.specs)
             ranks = mesh.gather(sums, over="world")
@@ -198,7 +199,7 @@ def send(
 
 def release(state: SendingState, version: int) -> None:
     """Frees what was kept for the receivers of a version, after all have loaded it."""
-    _sender(state).transport.release(version)
+    _build_sender(state).transport.release(version)
 
 
 def is_there(state: SendingState) -> None:
@@ -229,7 +230,7 @@ def refuse_stages(mesh: Mesh, role: str) -> None:
         )
 
 
-def _sender(state: SendingState) -> Sender:
+def _build_sender(state: SendingState) -> Sender:
     sender = getattr(state, "sync", None)
     if not isinstance(sender, Sender):
         raise WeightSyncError("the actor is not connected with the sampler (any more): WeightSync.reconnect() first")
@@ -251,7 +252,7 @@ def _check_same(shapes: dict[str, tuple[int, ...]], wanted: dict[str, Spec], nee
     for names, other, text in ((needed, wanted, "the sampler lacks"), (wanted, shapes, "the actor lacks")):
         lacking = [name for name in names if name not in other]
         if lacking:
-            problems.append(f"{text} {listed(lacking)}")
+            problems.append(f"{text} {list_first(lacking)}")
     problems += [
         f"{name} has shape {shape} in the actor and {wanted[name].shape} in the sampler"
         for name, shape in shapes.items()

@@ -18,7 +18,7 @@ from sfumato.models.diffusion.latents import (
     embed_one_by_one,
     num_tokens,
     pack,
-    padded,
+    pad_embeds,
     split_images,
     unpack,
 )
@@ -67,7 +67,7 @@ class QwenImage(PaddedPrompts, QwenLatents):
 
         def embed(prompt: str) -> dict[str, Tensor]:
             text = [prompt or " "]  # the authors of the model use a space as the empty prompt
-            return padded(
+            return pad_embeds(
                 self.pipeline.encode_prompt(prompt=text, device=self.device, max_sequence_length=length)[0], length
             )
 

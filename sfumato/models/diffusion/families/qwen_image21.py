@@ -23,7 +23,7 @@ from sfumato.models.diffusion.latents import (
     embed_one_by_one,
     encode_sources,
     num_tokens,
-    padded,
+    pad_embeds,
     padded_with_images,
     split_images,
     token_counts,
@@ -88,7 +88,7 @@ class QwenImage21(PaddedPrompts, QwenImage21Latents):
         length = self.max_sequence_length
         return embed_one_by_one(
             prompts,
-            lambda prompt: padded(self.pipeline.encode_prompt(prompt, device=self.device)[0][:, :length], length),
+            lambda prompt: pad_embeds(self.pipeline.encode_prompt(prompt, device=self.device)[0][:, :length], length),
         )
 
     def denoise(self, latents: Tensor, sigma: Tensor, embeddings: dict[str, Tensor]) -> Tensor:

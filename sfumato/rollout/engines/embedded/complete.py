@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from sfumato.rollout.engines.base import Completion, Engine, GenerationRequest, Sampling
 
 
-def complete(engine: Engine, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Completion]:
+def complete_requests(engine: Engine, requests: Sequence[GenerationRequest], sampling: Sampling) -> list[Completion]:
     """Draws completions of all requests, in an event loop of its own.
 
     Args:

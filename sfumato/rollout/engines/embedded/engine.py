@@ -121,7 +121,7 @@ class EmbeddedEngine:
         try:
             return await awaited.future
         except asyncio.CancelledError:
-            self._drop(awaited)
+            self._drop_request(awaited)
             raise
 
     def pause(self, mode: Literal["keep", "abort"]) -> None:
@@ -140,7 +140,7 @@ class EmbeddedEngine:
 
     def flush(self) -> None:
         """See ``Engine``."""
-        self._requeue(0)
+        self._requeue_rows(0)
 
     def rescore(self, sequences: Sequence[Sequence[int]], temperature: float = 1.0) -> list[torch.Tensor]:
         """See ``Engine``."""
@@ -199,7 +199,7 @@ class EmbeddedEngine:
     def close(self) -> None:
         """See ``Engine``. Requests under way end with EngineError."""
         if not self._is_closed:
-            self._fail(EngineError("the engine was closed"))
+            self._fail_all(EngineError("the engine was closed"))
             self.release()
             self._is_closed = True
 
@@ -228,7 +228,7 @@ class EmbeddedEngine:
             except Exception as error:
                 failure = EngineError(f"drawing failed: {type(error).__name__}: {error}")
                 failure.__cause__ = error
-                self._fail(failure)
+                self._fail_all(failure)
             await asyncio.sleep(0)  # lets the callers of ended requests run, whose next ones may join the next step
 
     def _step(self) -> None:
@@ -280,13 +280,13 @@ class EmbeddedEngine:
             if needed <= self._capacity[1]:
                 return
             columns = rounded_up(needed)
-            if self._fits(count, columns):
+            if self._fits_memory(count, columns):
                 # A quarter more than needed: enlarging the cache copies it, which should happen rarely.
                 more = min(needed + needed // 4, max(active.longest for active in self._state.progress))
-                columns = rounded_up(more) if self._fits(count, rounded_up(more)) else columns
-                self._resize(rows, count, columns)
+                columns = rounded_up(more) if self._fits_memory(count, rounded_up(more)) else columns
+                self._resize_rows(rows, count, columns)
                 return
-            self._requeue(count - 1)
+            self._requeue_rows(count - 1)
 
     def _admit(self, rows: Rows) -> None:
         """Gives rows to waiting requests in the order in which they came; drops those that were cancelled."""
@@ -300,7 +300,7 @@ class EmbeddedEngine:
             # In their order, even if a shorter one behind would fit: else a long request could wait for ever.
             if not awaited.future.done():
                 wider = max(columns, rounded_up(len(awaited.context)))
-                if not self._fits(first + len(joining) + 1, wider):
+                if not self._fits_memory(first + len(joining) + 1, wider):
                     break
                 joining.append(awaited)
                 columns = wider
@@ -308,9 +308,9 @@ class EmbeddedEngine:
         self._num_tried = count = first + len(joining)
         if joining:
             more = rounded_up(max(min(awaited.longest, len(awaited.context) + SOON) for awaited in joining))
-            columns = max(columns, more) if self._fits(count, max(columns, more)) else columns
+            columns = max(columns, more) if self._fits_memory(count, max(columns, more)) else columns
             if count > self._capacity[0] or columns > self._capacity[1]:
-                self._resize(rows, count, columns)
+                self._resize_rows(rows, count, columns)
             self._state.add(joining)
         # Only now: what fails before, as without memory for so many rows, must find them in the queue.
         for _ in range(num_looked_at):
@@ -318,11 +318,11 @@ class EmbeddedEngine:
         if joining:
             rows.begin(first, [awaited.context for awaited in joining], [awaited.request.images for awaited in joining])
 
-    def _fits(self, num_rows: int, num_columns: int) -> bool:
+    def _fits_memory(self, num_rows: int, num_columns: int) -> bool:
         assert self._rows is not None and self._cache_bytes is not None
         return num_rows * num_columns * self._rows.bytes_per_token <= self._cache_bytes
 
-    def _resize(self, rows: Rows, num_rows: int, num_columns: int) -> None:
+    def _resize_rows(self, rows: Rows, num_rows: int, num_columns: int) -> None:
         rows.resize(num_rows, num_columns)
         self._capacity = (num_rows, num_columns)
 
@@ -341,13 +341,13 @@ class EmbeddedEngine:
             rows.move(sources, targets, longest)
         return cast("list[_AwaitedRequest]", requests)
 
-    def _requeue(self, first: int) -> None:
+    def _requeue_rows(self, first: int) -> None:
         """Puts the requests of all rows from ``first`` on back to the head of the queue, with the tokens drawn so far.
         Keys and values are computed again when they get a row."""
         if self._rows is not None and len(self._state) > first:
             self._waiting.extendleft(reversed(self._leave(self._rows, np.arange(len(self._state)) >= first)))
 
-    def _drop(self, awaited: _AwaitedRequest) -> None:
+    def _drop_request(self, awaited: _AwaitedRequest) -> None:
         """Removes a request whose caller was cancelled."""
         if awaited in self._waiting:
             self._waiting.remove(awaited)
@@ -358,7 +358,7 @@ class EmbeddedEngine:
         """After an out-of-memory error: halves the number of sequences at a time, and begins with empty caches."""
         count = self._num_tried
         if count <= 1:
-            self._fail(EngineError(f"one sequence does not fit into the device's memory: {error}"))
+            self._fail_all(EngineError(f"one sequence does not fit into the device's memory: {error}"))
             return
         assert self._rows is not None
         self._max_batch_size = count // 2
@@ -371,7 +371,7 @@ class EmbeddedEngine:
         """All requests that have not ended: those with rows, then those that wait."""
         return [*cast("list[_AwaitedRequest]", self._state.progress), *self._waiting]
 
-    def _fail(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         """Ends all requests with an error."""
         self.flush()
         for awaited in self._waiting:
@@ -413,7 +413,7 @@ class EmbeddedEngine:
             raise ConfigError(f"temperature and top_k must be at least 0, and top_p above 0 and at most 1: {sampling}")
         rows = self._prepared()
         needed = rounded_up(length + request.max_new_tokens) * rows.bytes_per_token
-        if not self._fits(1, rounded_up(length + request.max_new_tokens)):
+        if not self._fits_memory(1, rounded_up(length + request.max_new_tokens)):
             raise ConfigError(
                 f"keys and values of one sequence of {length + request.max_new_tokens} tokens take {needed} bytes, and "
                 f"cache_bytes is {self._cache_bytes}"

@@ -85,7 +85,7 @@ class Forward:
             for config in configs:
                 config._attn_implementation = attention
         try:
-            with torch.no_grad(), self._around(), self._precision():
+            with torch.no_grad(), self._around(), self._autocast():
                 return self.module(input_ids=input_ids, **arguments).logits
         finally:
             for attributes, is_training in zip(module_attributes, training_flags, strict=True):
@@ -104,7 +104,7 @@ class Forward:
         finally:
             self._is_precise = False
 
-    def _precision(self) -> AbstractContextManager[object]:
+    def _autocast(self) -> AbstractContextManager[object]:
         return torch.autocast(self.device.type, enabled=False) if self._is_precise else nullcontext()
 
     def media_of(self, images: MediaRefs | None) -> Tensors:

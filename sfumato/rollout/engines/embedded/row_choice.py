@@ -102,23 +102,23 @@ def _choose(forward: Forward, longest: int, max_tokens: int, is_for_training: bo
             texts = [probe.input_ids.tolist(), *texts]
             images = [probe.images, *images]
     try:
-        expected = _expected(forward, texts, images)
+        expected = _reference_logits(forward, texts, images)
     except ConfigError:  # the attention of packed rows, which wants to be told positions
         forward.gives_positions = True
-        expected = _expected(forward, texts, images)
+        expected = _reference_logits(forward, texts, images)
     if expected.isnan().any():
         raise EngineError(f"{type(forward.module).__name__} computes logits that are not finite: look at its weights")
     half = (torch.bfloat16, torch.float16)
     is_half = expected.dtype in half or any(parameter.dtype in half for parameter in forward.module.parameters())
     least, most, of_size = HALF if is_half else FLOAT32
-    bound = min(max(of_size * _largest(expected), least), most)
+    bound = min(max(of_size * _largest_surprisal(expected), least), most)
     if is_for_training:
         noise = _refuse_looking_ahead(forward, vocabulary, longest, bound if is_half else most)
         bound = bound if is_half else min(max(bound, TIMES * noise), most)
     elif not is_half:
         bound = most
     problems = []
-    for build in _ways(forward, max_tokens):
+    for build in _row_builders(forward, max_tokens):
         problem, rows = _try(build, forward, texts, images, expected, bound)
         if rows is not None:
             return rows, "; ".join(problems) or None
@@ -132,7 +132,7 @@ def _plain_tokens(forward: Forward, size: int) -> np.ndarray:
     return token_ids if forward.vision is None else np.setdiff1d(token_ids, forward.vision.ids_beside_text())
 
 
-def _expected(forward: Forward, texts: Texts, images: Sequence[MediaRefs | None]) -> Tensor:
+def _reference_logits(forward: Forward, texts: Texts, images: Sequence[MediaRefs | None]) -> Tensor:
     """The reference: logits ``[2 * n, V]`` that follow the n texts without their last tokens, then the whole texts.
 
     Short texts are computed without their last tokens, too, since a model may look ahead; long ones, whose time would
@@ -176,7 +176,7 @@ def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int,
     for length_of_cut, columns in columns_of_cuts.items():
         cut = forward.some(tokens[:, :length_of_cut], columns)
         same = whole[:, [all_columns.index(column) for column in columns]]
-        differences_of_cuts.append(_differences(same.flatten(0, 1), cut.flatten(0, 1)))
+        differences_of_cuts.append(_log_prob_differences(same.flatten(0, 1), cut.flatten(0, 1)))
     differences = torch.cat(differences_of_cuts)
     noticing = (differences > bound).float().mean()
     if noticing > (REROUTED_FRACTION if has_experts(forward.module) else 0):
@@ -188,7 +188,7 @@ def _refuse_looking_ahead(forward: Forward, vocabulary: np.ndarray, length: int,
     return float(differences.quantile(0.99))
 
 
-def _ways(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows | GroupedRows | str]]:
+def _row_builders(forward: Forward, max_tokens: int) -> list[Callable[[int], CachedRows | GroupedRows | str]]:
     """Functions that build a kind of rows, given the bytes of a token, or return why the module cannot have it. The
     fastest comes first."""
     module = forward.module
@@ -230,11 +230,11 @@ def _try(
     """Tries a kind of rows on texts.
 
     Args:
-        build: one of ``_ways``.
+        build: one of ``_row_builders``.
         forward: of the module.
         texts: token ids.
         images: of each text.
-        expected: logits, as ``_expected`` returns them.
+        expected: logits, as ``_reference_logits`` returns them.
         bound: nats by which log-probabilities may differ.
 
     Returns:
@@ -254,12 +254,12 @@ def _try(
     rows.resize(len(texts), rounded_up(max(map(len, texts))))
     try:
         rows.begin(0, [text[:-1] for text in texts], images)
-        first = rows.step(*_at(texts, 2, forward.device))[:count]
+        first = rows.step(*_tokens_from_end(texts, 2, forward.device))[:count]
         rows.move([count], [0], len(texts[0]))
-        second = rows.step(*_at(texts[:count], 1, forward.device))
+        second = rows.step(*_tokens_from_end(texts[:count], 1, forward.device))
     except Exception as error:  # whatever transformers' modules raise
         return f"{name} does not run as {kind} ({type(error).__name__}: {error})", None
-    largest_difference = float(_differences(torch.cat([first, second]), expected).max())
+    largest_difference = float(_log_prob_differences(torch.cat([first, second]), expected).max())
     if largest_difference > bound:
         return f"{name} as {kind} differs from whole sequences by {largest_difference:.2g} in a log-probability", None
     cost = rows.bytes_per_token
@@ -270,19 +270,19 @@ def _try(
     return "", chosen
 
 
-def _at(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
+def _tokens_from_end(texts: Texts, last: int, device: torch.device) -> tuple[Tensor, np.ndarray]:
     """The token at ``[-last]`` of each text, int64 ``[n]``, and its position, int64 ``[n]``."""
     tokens = torch.tensor([text[-last] for text in texts], device=device)
     return tokens, np.array([len(text) - last for text in texts])
 
 
-def _largest(logits: Tensor) -> float:
+def _largest_surprisal(logits: Tensor) -> float:
     """Minus the log-probability of the least likely token, of those whose probability is not 0."""
     log_probs = logits.double().log_softmax(-1)
     return float(log_probs.where(log_probs.isfinite(), 0).abs().max())
 
 
-def _differences(logits: Tensor, expected: Tensor) -> Tensor:
+def _log_prob_differences(logits: Tensor, expected: Tensor) -> Tensor:
     """Largest differences of the log-probabilities of the likeliest tokens, of logits ``[N, V]``: ``[N]``."""
     actual_log_probs, expected_log_probs = (values.double().log_softmax(-1) for values in (logits, expected))
     likeliest = expected_log_probs.topk(min(LIKELIEST, expected_log_probs.shape[-1])).indices

@@ -111,7 +111,7 @@ class CachedRows:
                 row_of[key] = row
             self._ahead[row] = 0
         prefixes = [(tokens, row) for (tokens, _), row in row_of.items()]
-        for part in _parts(prefixes, self._max_tokens):
+        for part in _parts_of_similar_length(prefixes, self._max_tokens):
             self._compute(part, [images[row - first_row] for _, row in part])
         lengths = {row: len(tokens) for tokens, row in prefixes}
         pairs = [(source, target) for source, targets in copies.items() for target in targets]
@@ -149,7 +149,7 @@ class CachedRows:
                 assert len(part) == 1, "long sequences are computed one at a time"
                 cached = slice(part[0][1], part[0][1] + 1), end
             self._cache.set_positions(rows, positions, start, cached)
-            self._pass(torch.from_numpy(columns).to(device), inputs)
+            self._forward_pass(torch.from_numpy(columns).to(device), inputs)
 
     def _note_positions(self, part: list[tuple[tuple[int, ...], int]], inputs: MultimodalInputs) -> None:
         """Stores how rotary positions go on: after images a token stands, on all axes, behind the largest position."""
@@ -173,9 +173,9 @@ class CachedRows:
                 numbers = positions + self._ahead[: len(positions)]
                 rope_positions = torch.from_numpy(numbers).to(inputs.rope_positions.dtype)
                 inputs = replace(inputs, rope_positions=rope_positions[:, None, None].expand(-1, 1, 3))
-        return self._pass(tokens[:, None], inputs)[:count, -1]
+        return self._forward_pass(tokens[:, None], inputs)[:count, -1]
 
-    def _pass(self, input_ids: Tensor, inputs: MultimodalInputs | None) -> Tensor:
+    def _forward_pass(self, input_ids: Tensor, inputs: MultimodalInputs | None) -> Tensor:
         """Logits of a pass for which ``RowCache.set_positions`` has named rows and positions."""
         cache = self._cache
         assert cache.positions is not None, "RowCache.set_positions comes first"
@@ -266,7 +266,7 @@ class GroupedRows:
                 part = texts[start : start + size]
                 group = _Group(None, [row for text in part for row in rows_of[text]])
                 if length:
-                    self._pass(group, torch.tensor(part, device=self._forward.device))
+                    self._forward_pass(group, torch.tensor(part, device=self._forward.device))
                     copies = [index for index, text in enumerate(part) for _ in rows_of[text]]
                     self._select(group, copies)
                 self._groups.append(group)
@@ -283,12 +283,12 @@ class GroupedRows:
                 group.rows = [group.rows[index] for index in alive]
             if group.rows:
                 rows = torch.tensor(group.rows, device=tokens.device)
-                logits.append(self._pass(group, tokens[rows, None])[:, -1])
+                logits.append(self._forward_pass(group, tokens[rows, None])[:, -1])
                 order += group.rows
         self._groups = [group for group in self._groups if group.rows]
         return torch.cat(logits)[torch.tensor(order, device=tokens.device).argsort()]
 
-    def _pass(self, group: _Group, input_ids: Tensor) -> Tensor:
+    def _forward_pass(self, group: _Group, input_ids: Tensor) -> Tensor:
         if group.cache is None:
             # Whole-module configuration: it tells the cache which layers are recurrent or have a window.
             group.cache = DynamicCache(config=self._forward.module.config)
@@ -392,7 +392,9 @@ class RecomputedRows:
         self._media.clear()
 
 
-def _parts(texts: list[tuple[tuple[int, ...], int]], max_tokens: int) -> Iterator[list[tuple[tuple[int, ...], int]]]:
+def _parts_of_similar_length(
+    texts: list[tuple[tuple[int, ...], int]], max_tokens: int
+) -> Iterator[list[tuple[tuple[int, ...], int]]]:
     """Divides sequences, given as (token ids, row), into parts of about one length that share a forward pass."""
     ordered = sorted(texts, key=lambda text: (-len(text[0]), text[1]))
     while ordered:

@@ -90,7 +90,7 @@ class ServedEngine(ABC):
         if drawn.finish_reason not in ("stop", "length", "abort"):
             raise EngineError(f"{self.name} ended a completion with {drawn.finish_reason!r}, which is not known")
         reason: FinishReason = drawn.finish_reason  # type: ignore[assignment]
-        versions = [_number(label) for label, count in drawn.versions for _ in range(count)]
+        versions = [_version_number(label) for label, count in drawn.versions for _ in range(count)]
         lengths = {len(drawn.token_ids), len(drawn.log_probs), len(versions)}
         if len(lengths) > 1 or len(versions) > request.max_new_tokens:
             raise EngineError(
@@ -304,7 +304,7 @@ class ServedEngine(ABC):
             raise ConfigError(f"seed {request.seed} is not from 0 to 2^63 - 1")
 
 
-def _number(label: str) -> int:
+def _version_number(label: str) -> int:
     """The version that a label stands for. A server calls the weights of the model's own files ``default``."""
     if label == "default":
         return INITIAL

@@ -69,7 +69,7 @@ def visible_devices(tensor_parallel_size: int) -> dict[str, str]:
 
 
 @contextmanager
-def inside(environment: Mapping[str, str]) -> Iterator[None]:
+def replace_environment(environment: Mapping[str, str]) -> Iterator[None]:
     """Has this process, and what it starts, these variables alone inside the block, for an engine whose processes are
     its children. Those that the block sets stay."""
     removed = {name: value for name, value in os.environ.items() if name not in environment}

@@ -222,7 +222,7 @@ class ServerProcess:
                 if now - started > self.start_timeout_s:
                     raise EngineError(
                         f"{self.name} was not ready after {self.start_timeout_s:g} s: raise start_timeout_s, or see "
-                        f"{self.log}{self._tail()}"
+                        f"{self.log}{self._read_last_lines()}"
                     )
                 if now - told > TOLD_S:
                     LOGGER.info("waiting for %s: %.0f s", self.name, now - started)
@@ -242,7 +242,7 @@ class ServerProcess:
         if self._owner is None:
             return f"{self.name} was ended"
         code = self._owner.exit_code(within_s)
-        return "" if code is None else f"{self.name} ended with code {code}{self._tail()}"
+        return "" if code is None else f"{self.name} ended with code {code}{self._read_last_lines()}"
 
     def stop(self) -> None:
         """Ends the server with its children, and removes what these left. A second call does nothing."""
@@ -253,7 +253,7 @@ class ServerProcess:
         if folder is not None:
             folder.remove()
 
-    def _tail(self) -> str:
+    def _read_last_lines(self) -> str:
         """The last lines of the log since this start, for a message; empty if there are none."""
         with self.log.open("rb") as file:
             file.seek(max(self._log_start, file.seek(0, os.SEEK_END) - SHOWN_LINES * SHOWN_CHARACTERS))

@@ -46,7 +46,7 @@ def find_release(engine: str, version: str) -> EngineVersion | None:
     return None
 
 
-def contradictions(package: str) -> list[str]:
+def list_contradictions(package: str) -> list[str]:
     """What an engine in this environment wants of the packages that it shares with the run, and does not have."""
     texts = []
     for text in importlib.metadata.requires(package) or []:

@@ -236,7 +236,7 @@ class ServerCalls:
         self, tokens: list[int], params: Mapping[str, object], adapter: str | None, features: object = None
     ) -> DrawnTokens:
         """See ``VllmCalls``."""
-        body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
+        body = {"token_ids": tokens, "sampling_params": params, **_model_field(adapter)}
         body |= {} if features is None else {"features": features}
         answer = await self.http.ask_async("POST", "/inference/v1/generate", body)
         if answer is NOT_SENT:
@@ -257,7 +257,7 @@ class ServerCalls:
 
     def score(self, tokens: list[int], params: Mapping[str, object], adapter: str | None) -> list[float]:
         """See ``VllmCalls``."""
-        body = {"token_ids": tokens, "sampling_params": params, **_model(adapter)}
+        body = {"token_ids": tokens, "sampling_params": params, **_model_field(adapter)}
         answer = self.http.ask("POST", "/inference/v1/generate", body)
         try:
             by_position = answer["prompt_logprobs"][1:]  # the first token has none
@@ -325,6 +325,6 @@ class ServerCalls:
         self.http.close()
 
 
-def _model(adapter: str | None) -> dict[str, str]:
+def _model_field(adapter: str | None) -> dict[str, str]:
     """The field of a request that names adapters, if there are some."""
     return {} if adapter is None else {"model": adapter}

@@ -59,13 +59,13 @@ class RenderedImages:
         if id(images) in self._rendered_features:
             return self._rendered_features[id(images)][1]
         if id(images) not in self._under_way:  # the samples of a group ask for the same images at the same time
-            task = asyncio.ensure_future(self._rendered(prompt_ids, images))
+            task = asyncio.ensure_future(self._render_prompt(prompt_ids, images))
             self._under_way[id(images)] = task
             task.add_done_callback(lambda _: self._under_way.pop(id(images)))
         return await asyncio.shield(self._under_way[id(images)])  # others wait for it if this caller is cancelled
 
-    async def _rendered(self, prompt_ids: Sequence[int], images: MediaRefs) -> object:
-        answer = await self._render(self._scaled(images))
+    async def _render_prompt(self, prompt_ids: Sequence[int], images: MediaRefs) -> object:
+        answer = await self._render(self._scale_images(images))
         if answer is NOT_SENT:
             return NOT_SENT
         spans = token_runs(self.reader.kinds(np.array(prompt_ids, np.int32)) == 1)
@@ -85,7 +85,7 @@ class RenderedImages:
         self._rendered_features[id(images)] = images, features
         return features
 
-    def _scaled(self, images: MediaRefs) -> list[bytes]:
+    def _scale_images(self, images: MediaRefs) -> list[bytes]:
         """PNG files of the images in the sizes that training uses."""
         processor = self.reader.processor.image_processor
         files = []

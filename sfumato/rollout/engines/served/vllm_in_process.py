@@ -19,7 +19,7 @@ from sfumato.errors import ConfigError, MissingDependencyError
 from sfumato.rollout.engines.base import EngineError
 from sfumato.rollout.engines.served.deadlines import CompletionDeadlines
 from sfumato.rollout.engines.served.engine import DrawnTokens
-from sfumato.rollout.engines.served.environment import inside
+from sfumato.rollout.engines.served.environment import replace_environment
 from sfumato.rollout.engines.served.server_folder import ServerFolder
 from sfumato.rollout.engines.served.server_process import OwnerProcess
 from sfumato.rollout.engines.served.vllm_calls import ADAPTER, FILES_ARGUMENTS, HEALTH_TIMEOUT_S
@@ -112,7 +112,7 @@ class InProcessCalls:
         LOGGER.info("starting %s in this environment", self.name)
         started = time.monotonic()
         temporary = self._folder.temporary_variables(self._environment)
-        with inside({**self._environment, **temporary, "VLLM_RPC_BASE_PATH": temporary["TMPDIR"]}):
+        with replace_environment({**self._environment, **temporary, "VLLM_RPC_BASE_PATH": temporary["TMPDIR"]}):
             self._llm = self._run(self._create_llm(AsyncEngineArgs.from_cli_args(parsed)), self._start_timeout_s)
         LOGGER.info("%s is ready after %.0f s", self.name, time.monotonic() - started)
         self.max_length = int(self._llm.model_config.max_model_len)
@@ -129,7 +129,7 @@ class InProcessCalls:
         """See ``VllmCalls``."""
         assert features is None, "prompts with images are for a server"
         work = self._until_late(self._final_output(tokens, params, adapter))
-        output = await asyncio.wrap_future(self._begin(work, None))
+        output = await asyncio.wrap_future(self._start_coroutine(work, None))
         (completion,) = output.outputs
         # For each position a dictionary by token id; with ``logprobs`` 0 it holds the drawn token alone.
         log_probs = [
@@ -249,13 +249,13 @@ class InProcessCalls:
             finally:
                 task.cancel()
 
-    def _begin(self, work: Coroutine[object, object, Result], timeout_s: float | None) -> Future[Result]:
+    def _start_coroutine(self, work: Coroutine[object, object, Result], timeout_s: float | None) -> Future[Result]:
         """Starts a coroutine in the event loop of vLLM's thread."""
         return asyncio.run_coroutine_threadsafe(self._await_llm(work, timeout_s), self._loop)
 
     def _run(self, work: Coroutine[object, object, Result], timeout_s: float | None = None) -> Result:
         """Runs a coroutine in the event loop of vLLM's thread and waits for its result."""
-        return self._begin(work, timeout_s or self.timeout_s).result()
+        return self._start_coroutine(work, timeout_s or self.timeout_s).result()
 
     async def _await_llm(self, work: Coroutine[object, object, Result], timeout_s: float | None) -> Result:
         """Awaits a call of vLLM; whatever it raises, or a timeout, becomes an EngineError."""

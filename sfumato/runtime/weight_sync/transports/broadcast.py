@@ -29,7 +29,7 @@ from sfumato.parallel.rendezvous import bound_to_loopback, is_loopback
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
 from sfumato.runtime.weight_sync.buckets import NUM_SLOTS, Bucket, Source, empty_slots
-from sfumato.runtime.weight_sync.places import meet, open_store, reach_store
+from sfumato.runtime.weight_sync.places import open_store, reach_store, wait_for_all
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class _Group:
         assert self.store is not None
         size = len(self.names)
         self.timeout_s = timeout_s
-        meet(self.store, self.name, self.names, timeout_s, self.stop)
+        wait_for_all(self.store, self.name, self.names, timeout_s, self.stop)
         store = dist.PrefixStore("weights", self.store)  # pyright: ignore[reportPrivateImportUsage]
         timeout = timedelta(seconds=timeout_s)
         try:
@@ -98,7 +98,7 @@ class _Group:
                     self.group = dist.ProcessGroupGloo(store, self.rank, size, timeout)
         except RuntimeError as error:
             raise WeightSyncError(
-                f"{self.name} could not join the group that sends weights: {_reason(error)}"
+                f"{self.name} could not join the group that sends weights: {_first_sentence(error)}"
             ) from error
 
     def begin(self, number: int, bucket: Bucket, version: int) -> Future[torch.Tensor]:
@@ -135,7 +135,7 @@ class _Group:
         except RuntimeError as error:
             other = "the actor" if self.rank else "a rank of the sampler"
             raise WeightSyncError(
-                f"version {version}: {self.name} lost {other} while weights were sent ({_reason(error)}); "
+                f"version {version}: {self.name} lost {other} while weights were sent ({_first_sentence(error)}); "
                 "WeightSync.reconnect() when both live"
             ) from error
 
@@ -161,7 +161,7 @@ class _Group:
         assert self.stream is not None
         self.num_sent += 1
         names = [f"{name}, bucket {self.num_sent}" for name in self.names]
-        meet(self.store, names[self.rank], names, self.timeout_s, self.stop)
+        wait_for_all(self.store, names[self.rank], names, self.timeout_s, self.stop)
         if self.rank == 0:  # everybody is at this meeting, so nobody reads the keys of the one before
             for name in self.names:
                 self.store.delete_key(f"here/{name}, bucket {self.num_sent - 1}")
@@ -274,7 +274,7 @@ class Receiving(transports.Receiving):
         self.group.close()
 
 
-def _reason(error: RuntimeError) -> str:
+def _first_sentence(error: RuntimeError) -> str:
     """The first sentence of an error of gloo or NCCL, without positions in their source files. The whole text is in the
     cause."""
     return re.sub(r"\[[^\]]*\.(cc|h|cpp|hpp):\d+\] *", "", str(error).splitlines()[0]).partition(". ")[0]

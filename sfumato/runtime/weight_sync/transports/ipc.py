@@ -24,8 +24,8 @@ from sfumato.errors import ConfigError, WeightSyncError
 from sfumato.parallel.mesh import Mesh
 from sfumato.parallel.shards import Shards
 from sfumato.runtime.weight_sync import transports
-from sfumato.runtime.weight_sync.buckets import NUM_SLOTS, Bucket, Source, largest
-from sfumato.runtime.weight_sync.places import GIVEN_UP, meet, open_store, reach_store, wait_for
+from sfumato.runtime.weight_sync.buckets import NUM_SLOTS, Bucket, Source, largest_bytes
+from sfumato.runtime.weight_sync.places import GIVEN_UP, open_store, reach_store, wait_for, wait_for_all
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class Sending(transports.Sending):
         if self.store is None:
             self.store = reach_store(address, settings.timeout_s)
         self.stop = threading.Event()
-        num_bytes = largest(buckets)
+        num_bytes = largest_bytes(buckets)
         self.paths: list[Path] = []
-        self.slots = [self._slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
+        self.slots = [self._allocate_slot(num_bytes) for _ in range(NUM_SLOTS if self.takers else 0)]
         rank_handles = {
             rank: tuple(map(str, self.paths)) or tuple(reduce_tensor(slot) for slot in self.slots)
             for rank in self.takers
@@ -102,7 +102,7 @@ class Sending(transports.Sending):
         ordered = tuple(handles[rank] for rank in self.receivers)
         self._access = Access(address, self.receivers, sources, ordered, num_bytes)
 
-    def _slot(self, num_bytes: int) -> torch.Tensor:
+    def _allocate_slot(self, num_bytes: int) -> torch.Tensor:
         """Memory of a bucket, uint8 ``[num_bytes]``: on the GPU, or a new mapped file."""
         if self.mesh.device.type == "cuda":
             return torch.empty(num_bytes, dtype=torch.uint8, device=self.mesh.device)
@@ -120,9 +120,9 @@ class Sending(transports.Sending):
         assert self.store is not None
         names = [f"the sampler's rank {rank}" for rank in self.receivers]
         try:
-            meet(self.store, f"the actor's rank {self.mesh.rank}", names, self.settings.timeout_s, self.stop)
+            wait_for_all(self.store, f"the actor's rank {self.mesh.rank}", names, self.settings.timeout_s, self.stop)
         finally:
-            self._unlink()
+            self._unlink_files()
 
     def send(self, version: int, source: Source) -> None:
         """Gathers one bucket after the other into memory that the takers read."""
@@ -134,17 +134,17 @@ class Sending(transports.Sending):
                 if self.mesh.device.type == "cuda":  # the store is faster than the copies on the GPU
                     torch.cuda.synchronize(self.mesh.device)
                 assert self.store is not None
-                self.store.set(_filled(version, number, self.mesh.rank), "1")
+                self.store.set(_filled_key(version, number, self.mesh.rank), "1")
         # Each bucket was waited for when its slot was needed again, but for the last ones.
         for number in range(max(0, len(self.buckets) - NUM_SLOTS), len(self.buckets)) if self.takers else ():
             self._wait(version, number)
 
     def _wait(self, version: int, number: int) -> None:
         """Waits until all takers have read a bucket, and removes its keys from the store."""
-        keys = [_taken(version, number, rank) for rank in self.takers]
+        keys = [_taken_key(version, number, rank) for rank in self.takers]
         _wait(self.store, keys, version, "the sampler", self.settings.timeout_s, self.stop)
         assert self.store is not None
-        for key in (*keys, _filled(version, number, self.mesh.rank)):
+        for key in (*keys, _filled_key(version, number, self.mesh.rank)):
             self.store.delete_key(key)
 
     def abort(self) -> None:
@@ -153,11 +153,11 @@ class Sending(transports.Sending):
 
     def close(self) -> None:
         """Frees the memory."""
-        self._unlink()
+        self._unlink_files()
         self.slots = []
         self.store = None
 
-    def _unlink(self) -> None:
+    def _unlink_files(self) -> None:
         """Removes the names of mapped files; their memory lives as long as a process has it mapped."""
         while self.paths:
             self.paths.pop().unlink(missing_ok=True)
@@ -195,7 +195,7 @@ class Receiving(transports.Receiving):
         assert self.store is not None
         self.slots = [self._map(handle) for handle in self.access.handles[self.number]]
         name = f"the sampler's rank {self.mesh.rank}"
-        meet(self.store, name, [f"the actor's rank {self.source}"], self.settings.timeout_s, self.stop)
+        wait_for_all(self.store, name, [f"the actor's rank {self.source}"], self.settings.timeout_s, self.stop)
 
     def _map(self, handle: Handle) -> torch.Tensor:
         """Maps a slot of the actor's rank. Raises WeightSyncError when it cannot be reached from here."""
@@ -216,14 +216,14 @@ class Receiving(transports.Receiving):
         """Whole tensors, as views of the memory that the actor fills."""
         del delivery
         for number, bucket in enumerate(self.buckets):
-            key = _filled(version, number, self.source)
+            key = _filled_key(version, number, self.source)
             _wait(self.store, [key], version, "the actor", self.settings.timeout_s, self.stop)
             yield from bucket.tensors(self.slots[number % NUM_SLOTS])
             if self.mesh.device.type == "cuda":
                 # What loads the tensors may still copy from the slot, which the actor is about to fill again.
                 torch.cuda.current_stream(self.mesh.device).synchronize()
             assert self.store is not None
-            self.store.set(_taken(version, number, self.mesh.rank), "1")
+            self.store.set(_taken_key(version, number, self.mesh.rank), "1")
 
     def give_up(self) -> None:
         """Tells the actor not to wait for this rank."""
@@ -237,12 +237,12 @@ class Receiving(transports.Receiving):
         self.store = None
 
 
-def _filled(version: int, number: int, rank: int) -> str:
+def _filled_key(version: int, number: int, rank: int) -> str:
     """Key of the store that an actor rank sets when a bucket is in memory."""
     return f"{version}/{number}/filled by {rank}"
 
 
-def _taken(version: int, number: int, rank: int) -> str:
+def _taken_key(version: int, number: int, rank: int) -> str:
     """Key of the store that a sampler rank sets when it has read a bucket."""
     return f"{version}/{number}/taken by {rank}"
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from sfumato.parallel.mesh import Mesh
-from sfumato.parallel.shards import Shards, chunks_of, local
+from sfumato.parallel.shards import Shards, chunks_of, local_shard
 from sfumato.runtime.weight_sync import transports
-from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest
+from sfumato.runtime.weight_sync.buckets import Bucket, Source, largest_bytes
 from sfumato.runtime.weight_sync.transports import Ends, Settings
 
 
@@ -51,13 +51,13 @@ class Sending(transports.Sending):
         )
         if not self.mesh.any(differs):  # all ranks decide alike, since gathering is collective
             return {
-                item.name: self._copy(item.name, local(source.parameters[item.name].detach()), item.spec.dtype)
+                item.name: self._copy(item.name, local_shard(source.parameters[item.name].detach()), item.spec.dtype)
                 for item in items
             }
         if self.load_whole is not None or not self.is_taken_here:
             self._hand_over(version, source)
             return {}
-        memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
+        memory = torch.empty(largest_bytes(self.buckets), dtype=torch.uint8, device=self.mesh.device)
         copies = {}
         for bucket in self.buckets:
             source.gather(bucket, memory)
@@ -83,7 +83,7 @@ class Sending(transports.Sending):
         """Names and whole tensors, each valid until the next is asked for; none where nobody takes them."""
         memory = None
         if self.is_taken_here:
-            memory = torch.empty(largest(self.buckets), dtype=torch.uint8, device=self.mesh.device)
+            memory = torch.empty(largest_bytes(self.buckets), dtype=torch.uint8, device=self.mesh.device)
         for bucket in self.buckets:
             source.gather(bucket, memory)
             if memory is not None:
