@@ -216,7 +216,7 @@ def _row_mask(
     device: torch.device | str = "cpu",
     **kwargs: object,
 ) -> Tensor | None:
-    """Registered as transformers' function that makes a mask, see ``packed_attention._pattern`` for training.
+    """Registered as transformers' function that makes a mask, see ``packed_attention._mask_pattern`` for training.
 
     Returns:
         The mask that is added to the scores, ``[n, 1, q, K]``; None for plainly causal attention among the q tokens.

@@ -372,7 +372,7 @@ class RayFuture:
 class RayHandle:
     """A value that stays in the memory of the machine where it was made. Made by ``map_remote`` of a role."""
 
-    future: RayFuture = None  # type: ignore[assignment]  # set by ``RayRole._issue``
+    future: RayFuture = None  # type: ignore[assignment]  # set by ``RayRole._make_call``
     reference: ObjectRef | None = None
     """Ray's reference to the packed value."""
     seconds: float = 0.0
