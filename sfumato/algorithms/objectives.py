@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 import torch
 
 from sfumato.algorithms.dynamics import GaussianStep
-from sfumato.algorithms.row_losses import RowLosses, zero_outside_mask
+from sfumato.algorithms.row_losses import RowLosses, masked
 
 if TYPE_CHECKING:
     from jaxtyping import Bool, Float, Float32
@@ -104,14 +104,14 @@ def clipped_surrogate(
     Returns:
         The loss ``[R]`` and sums over rows named ``ratio/...``.
     """
-    log_ratio = zero_outside_mask(log_ratio, mask)  # before exp: an overflow outside the mask would make gradients NaN
+    log_ratio = masked(log_ratio, mask)  # before exp: an overflow outside the mask would make gradients NaN
     ratio = torch.exp(log_ratio)
     clipped = ratio.clamp(1 - low, 1 + high)
-    loss = zero_outside_mask(torch.maximum(-advantages * ratio, -advantages * clipped), mask)
+    loss = masked(torch.maximum(-advantages * ratio, -advantages * clipped), mask)
     with torch.no_grad():
         stats = ratio_sums(log_ratio, ratio, mask)
-        stats["ratio/clipped_high"] = zero_outside_mask((ratio > 1 + high).float(), mask).sum()
-        stats["ratio/clipped_low"] = zero_outside_mask((ratio < 1 - low).float(), mask).sum()
+        stats["ratio/clipped_high"] = masked((ratio > 1 + high).float(), mask).sum()
+        stats["ratio/clipped_low"] = masked((ratio < 1 - low).float(), mask).sum()
     return loss, stats
 
 
@@ -123,7 +123,7 @@ def ratio_sums(
     ``log_ratio`` ``[R]`` must be 0 outside the mask.
     """
     return {
-        "ratio/mean": zero_outside_mask(ratio.detach(), mask).sum(),
+        "ratio/mean": masked(ratio.detach(), mask).sum(),
         "ratio/approx_kl": 0.5 * (log_ratio.detach() ** 2).sum(),
     }
 
@@ -226,16 +226,16 @@ class DPPO:
         """As ``RatioObjective.loss``. Raises ValueError when no KL is known."""
         if ratio.kl is None:
             raise ValueError("dppo needs the KL divergence from the old policy of each decision")
-        log_ratio = zero_outside_mask(ratio.log_ratio, mask)
+        log_ratio = masked(ratio.log_ratio, mask)
         r = torch.exp(log_ratio)
         with torch.no_grad():
             far = ratio.kl >= self.kl_threshold
             # Only where a further update would increase the distance: back towards the old policy gradients flow.
             high = far & (r > 1) & (advantages > 0)
             low = far & (r < 1) & (advantages < 0)
-        loss = zero_outside_mask(torch.where(high | low, torch.zeros_like(r), -advantages * r), mask)
+        loss = masked(torch.where(high | low, torch.zeros_like(r), -advantages * r), mask)
         stats = ratio_sums(log_ratio, r, mask)
-        stats["ratio/masked_high"] = zero_outside_mask(high.float(), mask).sum()
-        stats["ratio/masked_low"] = zero_outside_mask(low.float(), mask).sum()
-        stats["kl/old"] = zero_outside_mask(ratio.kl, mask).sum()
+        stats["ratio/masked_high"] = masked(high.float(), mask).sum()
+        stats["ratio/masked_low"] = masked(low.float(), mask).sum()
+        stats["kl/old"] = masked(ratio.kl, mask).sum()
         return loss, stats

@@ -17,7 +17,7 @@ RowLosses: TypeAlias = "tuple[Float[Tensor, 'rows'], dict[str, Float[Tensor, '']
 """The loss of each row, and sums over rows by the names of their metrics."""
 
 
-def zero_outside_mask(values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None) -> Float[Tensor, "rows"]:
+def masked(values: Float[Tensor, "rows"], mask: Bool[Tensor, "rows"] | None) -> Float[Tensor, "rows"]:
     """``[R]`` with zeros without gradient in the rows outside the mask; None of a mask changes nothing."""
     return values if mask is None else torch.where(mask, values, torch.zeros_like(values))
 
@@ -48,12 +48,12 @@ def value_loss(
     """
     if clip_range is not None and not clip_range > 0:
         raise ValueError(f"clip_range {clip_range} of the values must be above 0, or null")
-    values = zero_outside_mask(values, mask)
+    values = masked(values, mask)
     losses = (values - returns).square()
-    stats = {"value/error": zero_outside_mask(losses.detach(), mask).sum(), "value/mean": values.detach().sum()}
+    stats = {"value/error": masked(losses.detach(), mask).sum(), "value/mean": values.detach().sum()}
     if clip_range is not None:
         bounded = (values - old_values).clamp(-clip_range, clip_range) + old_values
         clipped = (bounded - returns).square()
-        stats["value/clipped"] = zero_outside_mask((clipped > losses).float(), mask).sum()
+        stats["value/clipped"] = masked((clipped > losses).float(), mask).sum()
         losses = torch.maximum(losses, clipped)
-    return zero_outside_mask(factor * losses, mask), stats
+    return masked(factor * losses, mask), stats

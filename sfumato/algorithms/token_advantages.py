@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 import torch
 
-from sfumato.algorithms.row_losses import zero_outside_mask
+from sfumato.algorithms.row_losses import masked
 from sfumato.algorithms.sequences import Reduce, Sequences, sum_of_one_rank
 
 if TYPE_CHECKING:
@@ -92,9 +92,9 @@ class TokenAdvantage:
         if self.takes_rewards:
             token_terms = token_rewards(of_samples, sequences, mask, penalties)
         else:
-            token_terms = zero_outside_mask(sequences.spread(of_samples), mask)
+            token_terms = masked(sequences.spread(of_samples), mask)
         advantages = self._token_advantages(token_terms, sequences, mask, values)
-        returns = advantages if values is None else zero_outside_mask(advantages + values.detach(), mask)
+        returns = advantages if values is None else masked(advantages + values.detach(), mask)
         return TokenAdvantages(
             whitened(advantages, mask, reduce, self.whiten_ddof) if self.whiten else advantages, returns
         )
@@ -218,7 +218,7 @@ def token_rewards(
     """
     per_token = torch.zeros(len(mask), dtype=rewards.dtype, device=mask.device)
     if penalties is not None:
-        per_token = per_token - zero_outside_mask(penalties, mask).to(per_token)
+        per_token = per_token - masked(penalties, mask).to(per_token)
     rows, is_last = _select_rows(sequences, mask)
     ends = rows[is_last]
     return per_token.index_put((ends,), rewards[sequences.of_row.to(mask.device)[ends]], accumulate=True)
@@ -308,14 +308,14 @@ def whitened(
     Returns:
         ``[R]``, 0 outside the mask; not divided where there are at most ``ddof`` rows, which have no variance.
     """
-    wide = zero_outside_mask(values.double(), mask)
+    wide = masked(values.double(), mask)
     count, total = reduce(torch.stack([mask.sum().double(), wide.sum()]))
     mean = total / count.clamp(min=1)
-    centred = zero_outside_mask(wide - mean, mask)
+    centred = masked(wide - mean, mask)
     (squares,) = reduce(centred.square().sum().reshape(1))
     variance = squares / (count - ddof).clamp(min=1)
     scaled = torch.where(count > ddof, centred * torch.rsqrt(variance + eps), centred)
-    return zero_outside_mask(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
+    return masked(scaled if shift_mean else scaled + mean, mask).to(values.dtype)
 
 
 def _select_rows(sequences: Sequences, mask: Tensor) -> tuple[Tensor, Tensor]:

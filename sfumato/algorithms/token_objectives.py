@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import torch
 
 from sfumato.algorithms.objectives import check_clip_ranges, clipped_surrogate, ratio_sums
-from sfumato.algorithms.row_losses import RowLosses, zero_outside_mask
+from sfumato.algorithms.row_losses import RowLosses, masked
 from sfumato.algorithms.sequences import Sequences
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class PPOClip(_Clipped):
         sequences: Sequences,
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
-        log_ratio = zero_outside_mask(log_ratio, mask)
+        log_ratio = masked(log_ratio, mask)
         bounded = _clamp_log_ratio(log_ratio, self.log_ratio_clamp)
         losses, stats = _clip_surrogate(bounded, advantages, mask, self.clip_range, self._high, self.dual_clip)
         if self.max_drift is None:
@@ -103,7 +103,7 @@ class PPOClip(_Clipped):
             drift = sequences.spread(sequences.means(-log_ratio, mask))
             left_out = mask & (advantages < 0) & (drift > self.max_drift)
             stats["ratio/drifted"] = left_out.float().sum()
-        return zero_outside_mask(losses, ~left_out), stats
+        return masked(losses, ~left_out), stats
 
 
 @dataclass(frozen=True)
@@ -167,15 +167,15 @@ class GMPO(_Clipped):
         sequences: Sequences,
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
-        log_ratio = _clamp_log_ratio(zero_outside_mask(log_ratio, mask), self.log_ratio_clamp)
+        log_ratio = _clamp_log_ratio(masked(log_ratio, mask), self.log_ratio_clamp)
         bounded = log_ratio.clamp(-self.clip_range, self._high)
-        sign = torch.sign(zero_outside_mask(advantages, mask))
+        sign = torch.sign(masked(advantages, mask))
         least = sign * torch.minimum(sign * log_ratio, sign * bounded)
         ratio = torch.exp(sequence_log_ratio(least, mask, sequences, "sequence"))
         mean_advantage = sequences.spread(sequences.means(advantages, mask))
         stats = ratio_sums(log_ratio, torch.exp(log_ratio), mask)
-        stats["ratio/clipped"] = zero_outside_mask((least != log_ratio).float(), mask).sum().detach()
-        return zero_outside_mask(-mean_advantage * ratio, mask), stats
+        stats["ratio/clipped"] = masked((least != log_ratio).float(), mask).sum().detach()
+        return masked(-mean_advantage * ratio, mask), stats
 
 
 @dataclass(frozen=True)
@@ -215,15 +215,15 @@ class CISPO:
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
         del sequences
-        log_ratio = zero_outside_mask(log_ratio, mask)
+        log_ratio = masked(log_ratio, mask)
         high = self.clip_range_high + (1 if self.bound == "one_plus" else 0)
         with torch.no_grad():
             ratio = torch.exp(_clamp_log_ratio(log_ratio, self.log_ratio_clamp))
             weights = ratio.clamp(1 - self.clip_range, high)
             stats = ratio_sums(log_ratio, ratio, mask)
-            stats["ratio/clipped_high"] = zero_outside_mask((ratio > high).float(), mask).sum()
-            stats["ratio/clipped_low"] = zero_outside_mask((ratio < 1 - self.clip_range).float(), mask).sum()
-        return zero_outside_mask(-advantages * weights * _score(log_ratio), mask), stats
+            stats["ratio/clipped_high"] = masked((ratio > high).float(), mask).sum()
+            stats["ratio/clipped_low"] = masked((ratio < 1 - self.clip_range).float(), mask).sum()
+        return masked(-advantages * weights * _score(log_ratio), mask), stats
 
 
 @dataclass(frozen=True)
@@ -257,14 +257,14 @@ class SAPO:
         sequences: Sequences,
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
-        log_ratio = zero_outside_mask(log_ratio, mask)
+        log_ratio = masked(log_ratio, mask)
         if self.level == "sequence":
             log_ratio = sequence_log_ratio(log_ratio, mask, sequences, "sequence")
         log_ratio = _clamp_log_ratio(log_ratio, self.log_ratio_clamp)
         ratio = torch.exp(log_ratio)
         tau = torch.full_like(ratio, self.tau_neg).masked_fill(advantages > 0, self.tau_pos)
         gate = torch.sigmoid(tau * (ratio - 1)) * 4 / tau
-        return zero_outside_mask(-advantages * gate, mask), ratio_sums(log_ratio, ratio, mask)
+        return masked(-advantages * gate, mask), ratio_sums(log_ratio, ratio, mask)
 
 
 @dataclass(frozen=True)
@@ -285,10 +285,10 @@ class PolicyGradient:
     ) -> RowLosses:
         """As ``TokenObjective.loss``."""
         del sequences
-        log_ratio = zero_outside_mask(log_ratio, mask)
+        log_ratio = masked(log_ratio, mask)
         with torch.no_grad():
             stats = ratio_sums(log_ratio, torch.exp(log_ratio), mask)
-        return zero_outside_mask(-advantages * _score(log_ratio), mask), stats
+        return masked(-advantages * _score(log_ratio), mask), stats
 
 
 def sequence_log_ratio(
@@ -305,12 +305,12 @@ def sequence_log_ratio(
         sequences: of the rows.
         gradient: as of ``GSPO``: of each row's own log-ratio, straight through, or of the mean.
     """
-    log_ratio = zero_outside_mask(log_ratio, mask)
+    log_ratio = masked(log_ratio, mask)
     if gradient == "sequence":
-        return zero_outside_mask(sequences.spread(sequences.means(log_ratio, mask)), mask)
+        return masked(sequences.spread(sequences.means(log_ratio, mask)), mask)
     with torch.no_grad():
         means = sequences.spread(sequences.means(log_ratio, mask))
-    return zero_outside_mask(means + (log_ratio - log_ratio.detach()), mask)
+    return masked(means + (log_ratio - log_ratio.detach()), mask)
 
 
 def _clip_surrogate(
@@ -324,7 +324,7 @@ def _clip_surrogate(
     with torch.no_grad():
         ratio = torch.exp(log_ratio)
         is_clipped = ((ratio > 1 + high) & (advantages > 0)) | ((ratio < 1 - low) & (advantages < 0))
-        stats["ratio/clipped"] = zero_outside_mask(is_clipped.float(), mask).sum()
+        stats["ratio/clipped"] = masked(is_clipped.float(), mask).sum()
     if dual_clip is None:
         return losses, stats
     bound = -advantages * dual_clip

@@ -345,8 +345,8 @@ def test_processes_must_see_the_run_folder(cluster: Cluster, group: RayGroup, mo
 def test_processes_have_the_code_of_the_run(
     cluster: Cluster, group: RayGroup, pool: RayPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    others = {**role_module.versions("ray"), role_module.CODE: "0123"}
-    monkeypatch.setattr(role_module, "versions", lambda *packages: others)
+    others = {**role_module.package_versions("ray"), role_module.CODE: "0123"}
+    monkeypatch.setattr(role_module, "package_versions", lambda *packages: others)
     refused = cluster.group("other", functions.build, "others", TRAIN, PoolConfig(cpus=0.1))
     with pytest.raises(ConfigError, match=r"role other runs, has source code of sfumato \w+ \(0123 here\): install"):
         refused.call(functions.remember, 1, 0.0).result()

@@ -190,7 +190,7 @@ CALLS = {
     "objectives:SampledSteps.old_means": lambda: (sampled(),),
     "objectives:clipped_surrogate": lambda: (normal(R), SIGNS, 0.1, 0.1, MASK),
     "objectives:ratio_sums": lambda: (normal(R), normal(R), MASK),
-    "row_losses:zero_outside_mask": lambda: (normal(R), MASK),
+    "row_losses:masked": lambda: (normal(R), MASK),
     "off_policy:OffPolicy.correct": lambda: (of_kind("off_policy:Rejection"), normal(R), ROWS, MASK),
     "off_policy:log_ratio_of": lambda: (normal(R), ROWS, "trajectory", MASK),
     "mismatch:Mismatch.add": mismatch_arguments,

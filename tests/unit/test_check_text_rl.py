@@ -36,7 +36,7 @@ def test_a_critic_and_the_engine_take_what_was_predicted(tmp_path: Path, monkeyp
 
     def update_policy(actor: Any, *args: Any) -> dict[str, float]:
         cache = actor.engine._policy._engine._rows._cache
-        seen.append((actor, sum(tensor.nbytes for layer in cache.layers for tensor in layer._tensors())))
+        seen.append((actor, sum(tensor.nbytes for layer in cache.layers for tensor in layer._allocated_tensors())))
         return update(actor, *args)
 
     monkeypatch.setattr(task, "update_policy", update_policy)
