@@ -67,3 +67,22 @@ def test_what_goes_wrong(monkeypatch):
         prompts_of(monkeypatch, "train", environment="nowhere")
     with pytest.raises(DataError, match=r"num_eval is 4, but environment sum-of-two has 4 tasks"):
         prompts_of(monkeypatch, "train", num_eval=4)
+
+
+AGAIN = "the failed try would be learned from.*set data.data_type.config."
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"retries": {"max_retries": 1}}, f"{AGAIN}retries: "),
+        ({"agent": {"retries": {"rules": [{"type": "ProviderError", "max_retries": 2}]}}}, f"{AGAIN}agent.retries: "),
+        (
+            {"id": "best-of-n"},
+            "agent 'agent' .* on machines of Prime Intellect.*set data.data_type.config.agent.runtime",
+        ),
+    ],
+)
+def test_settings_that_would_not_do_are_refused(monkeypatch, config, message):
+    with pytest.raises(ConfigError, match=message):
+        prompts_of(monkeypatch, "train", config=config)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from threading import Thread
 from typing import Any
 
 import psutil
@@ -102,7 +102,7 @@ def test_two_engines_of_a_sampler_on_ray_load_what_one_of_them_was_sent(
 
 
 class InTheMiddle:
-    """Signals all processes of vLLM while it draws, some tokens after a request that ``at`` chooses by its number."""
+    """Signals all processes of vLLM while it draws, some tokens before a request that ``at`` chooses by its number."""
 
     def __init__(self, patch: pytest.MonkeyPatch, what: signal.Signals, at: Callable[[int], bool]) -> None:
         self.what, self.at, self.num_requests, self.hit, self.lost = what, at, 0, 0, 0
@@ -111,7 +111,8 @@ class InTheMiddle:
         async def counted(engine: VllmEngine, *arguments: Any) -> Completion:
             self.num_requests += 1
             if self.at(self.num_requests):
-                Thread(target=self._strike, args=(engine, tokens_drawn(engine)), daemon=True).start()
+                # The request waits, and so is lost even if a busy machine lets all others end first.
+                await asyncio.to_thread(self._strike, engine, tokens_drawn(engine))
             try:
                 return await generate(engine, *arguments)
             except EngineError:

@@ -89,7 +89,8 @@ def load_environment(environment: str, config: str) -> Any:
 
     Raises:
         MissingDependencyError: when verifiers is not installed.
-        ConfigError: when there is no such environment, its tasks have no end, or settings are wrong.
+        ConfigError: when there is no such environment, its tasks have no end, it tries episodes again, an agent would
+            run elsewhere without the user's word, or settings are wrong.
     """
     refuse_code(f"environment {environment} of verifiers")
     return _load_environment(environment, config)
@@ -115,6 +116,35 @@ def _load_environment(environment: str, config: str) -> object:
         raise ConfigError(
             f"cannot load environment {environment!r} of verifiers: {type(error).__name__}: {error}"
         ) from error
+    agents = {name: settings for name, settings in env.config if isinstance(settings, verifiers.AgentConfig)}
+    _check_agents(environment, values, env.config, agents)
     if not env.taskset.bounded:
         raise ConfigError(f"environment {environment!r} of verifiers has tasks without end, which cannot be held out")
     return env
+
+
+def _check_agents(environment: str, values: JsonObject, config: Any, agents: dict[str, Any]) -> None:
+    """Checks the settings of an environment's agents.
+
+    Args:
+        environment: id of its taskset.
+        values: that the user has set.
+        config: of the environment.
+        agents: their settings by name, which are a part of ``config``.
+
+    Raises:
+        ConfigError: when failed episodes are tried again, or an agent would run elsewhere without the user's word.
+    """
+    for name, settings in {"retries": config, **{f"{name}.retries": agent for name, agent in agents.items()}}.items():
+        if settings.retries.max_retries or any(rule.max_retries for rule in settings.retries.rules):
+            raise ConfigError(
+                f"environment {environment!r} of verifiers tries failed episodes again, and the tokens of the failed "
+                f"try would be learned from with the reward of the next: set data.data_type.config.{name}: "
+                "{max_retries: 0, rules: []}; a failed episode costs its sample"
+            )
+    for name, agent in agents.items():
+        if agent.runtime.type == "prime" and "runtime" not in (values.get(name) or {}):
+            raise ConfigError(
+                f"agent {name!r} of environment {environment!r} of verifiers would run on machines of Prime Intellect, "
+                f"verifiers' default: set data.data_type.config.{name}.runtime, {{type: subprocess}} for this machine"
+            )
