@@ -39,7 +39,15 @@ from sfumato.tracking.atomic_folders import list_checkpoints
 from sfumato.tracking.json_lines import read_jsonl
 from sfumato.tracking.run import Run
 from sfumato.tracking.samples import read_samples
-from tests.tiny import load_task, run_task_here, tiny_dit_config, tiny_rl_config, tiny_text_config, write_tiny_pipeline
+from tests.tiny import (
+    load_task,
+    run_task_here,
+    tiny_dit_config,
+    tiny_rl_config,
+    tiny_text_config,
+    tiny_text_rl_config,
+    write_tiny_pipeline,
+)
 
 ALONE = Mesh(Layout(), torch.device("cpu"))
 NAN, INF = math.nan, math.inf
@@ -161,6 +169,18 @@ def test_a_checkpoint_of_bad_weights_neither_replaces_good_ones_nor_is_resumed(
     with pytest.raises(CheckpointError, match=r"global_step_2 .*weight.*Name an earlier checkpoint"):
         Checkpointer(resumed, run, ALONE, 3).resume(state)
     run.close()
+
+
+def test_weights_that_an_update_has_spoiled_end_rl_of_text_where_it_draws_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil_after_step(optimizer: torch.optim.AdamW, *_: object) -> None:
+        with torch.no_grad():
+            optimizer.param_groups[0]["params"][0].view(-1)[:] = NAN
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spoil_after_step)
+    with pytest.raises(NonFiniteError, match="logits are not finite while it draws"):
+        run_task_here("rl_text", tiny_text_rl_config(tmp_path, train={"max_steps": 2}))
 
 
 # Samples

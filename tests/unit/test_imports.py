@@ -237,7 +237,7 @@ MOST_LINES = {
     "train_dit_dpo": 26_150,
     "train_image_tokenizer": 27_700,
     "train_omni": 38_100,
-    "train_text": 28_300,
+    "train_text": 28_350,
     "train_text_dpo": 28_100,
     "train_text_kto": 28_250,
     "train_text_reward": 27_750,

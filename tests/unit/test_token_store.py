@@ -5,15 +5,15 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from sfumato.data.files.sources import Sources
-from sfumato.data.text.token_store import CHUNK_ROWS, build_token_store
-from sfumato.errors import DataError, OverlongError
+from sfumato.data.text.token_store import CHUNK_ROWS, build_token_store, in_workers
+from sfumato.errors import DataError, OverlongError, RoleLostError
 from tests.token_rows import ListRows, NumberTransform, one_source, random_lengths, rows_of, weighted
 
 ROOT = Path(__file__).parents[2]
@@ -181,9 +181,26 @@ def test_other_errors_are_not_taken_for_bad_rows(tmp_path, num_workers):
 
 
 def test_a_worker_that_dies_is_noticed(tmp_path):
-    with pytest.raises(BrokenProcessPool):
+    with pytest.raises(RoleLostError, match=r"data\.num_workers: a process that reads rows died.*less than 2"):
         build(tmp_path, one_source([5] * 600), Killed(), num_workers=2)
     assert content(build(tmp_path, one_source([5] * 600))), "and the next attempt works"
+
+
+class KillsReader:
+    """Kills the process that reads it."""
+
+    def __reduce__(self):
+        return signal.raise_signal, (signal.SIGKILL,)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(60)
+def test_a_worker_that_dies_before_it_has_read_its_rows_is_noticed():
+    """The rows are longer than a pipe, so that nobody may wait for it to take them."""
+    rows: list[Any] = [KillsReader(), bytes(10**6)]
+    anything: Any = print  # no process comes to call it
+    with pytest.raises(RoleLostError, match="a process that reads rows died"):
+        list(in_workers(rows, anything, anything, [0, 1], 2))
 
 
 def test_a_damaged_store_is_named(tmp_path):

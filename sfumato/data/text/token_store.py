@@ -6,6 +6,7 @@ import fcntl
 import hashlib
 import json
 import os
+import pickle
 import secrets
 import shutil
 import signal
@@ -14,11 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing import connection, get_context, parent_process
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import BinaryIO, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
@@ -44,7 +48,7 @@ from sfumato.data.media.kinds import DrawnFile, Medium
 from sfumato.data.text.document import Document, TextSample
 from sfumato.data.text.format import MediaTransform, TextTransform, has_media
 from sfumato.data.text.row_samples import samples_of
-from sfumato.errors import DataError
+from sfumato.errors import DataError, RoleLostError
 
 MEDIA = "media.json"
 """File of a store whose documents may have media: the version of the code that reads pictures, a signature of the sizes
@@ -413,33 +417,48 @@ def in_workers(
     """Yields ``work(rows, transform, job)`` of each job, in order.
 
     With ``num_workers`` above 1 other processes do the work.
+
+    Raises:
+        RoleLostError: when one of them dies.
     """
     num_workers = min(num_workers, len(jobs))
     if num_workers <= 1:
         yield from (work(rows, transform, job) for job in jobs)
         return
-    # Processes are spawned, since a fork of a process with threads, a process group or a GPU may hang.
-    pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (rows, transform))
-    waiting: deque[Future[Done]] = deque()
-    try:
-        for job in jobs:
-            waiting.append(pool.submit(_work_in_worker, work, job))
-            if len(waiting) > 2 * num_workers:  # bounds the results that wait in memory
+    # They get rows and transform in a file: the pipe of a spawned process is full after 64 KiB, and the writer waits
+    # for ever where that process dies before it has read.
+    with NamedTemporaryFile(prefix="sfumato_rows_") as inputs:
+        inputs.write(ForkingPickler.dumps((rows, transform)))
+        inputs.flush()
+        # Processes are spawned, since a fork of a process with threads, a process group or a GPU may hang.
+        pool = ProcessPoolExecutor(num_workers, get_context("spawn"), _begin_worker, (inputs.name,))
+        waiting: deque[Future[Done]] = deque()
+        try:
+            for job in jobs:
+                waiting.append(pool.submit(_work_in_worker, work, job))
+                if len(waiting) > 2 * num_workers:  # bounds the results that wait in memory
+                    yield waiting.popleft().result()
+            while waiting:
                 yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
-    finally:
-        pool.shutdown(cancel_futures=True)
+        except BrokenProcessPool as error:
+            time.sleep(0.3)  # what ended it may be a signal to all processes of the run, which this one obeys
+            reason = (
+                "a process that reads rows died, as the system ends one when memory runs out: set it to less than "
+                f"{num_workers}; with 1 the run reads the rows itself, and a crash shows where it was"
+            )
+            raise RoleLostError("data.num_workers", (), reason) from error
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
 _in_worker: tuple[list[RowTable], TextTransform] | None = None
 """The rows and the transform that a process of the pool works with, sent to it once."""
 
 
-def _begin_worker(rows: list[RowTable], transform: TextTransform) -> None:
+def _begin_worker(inputs: str) -> None:
     global _in_worker
-    _in_worker = rows, transform
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the parent, too, which ends the pool
+    _in_worker = pickle.loads(Path(inputs).read_bytes())
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -22,7 +22,7 @@ from sfumato.data.text.packing import make_batch, placeholder_tokens
 from sfumato.data.text.prompt_template import PromptTemplate, build_prompt_template
 from sfumato.data.text.prompts import TextPrompt, describe_shared_prompts, load_text_prompts
 from sfumato.data.text.token_ids import padding_token, token_decoder
-from sfumato.errors import ConfigError, RoleLostError
+from sfumato.errors import ConfigError, NonFiniteError, RoleLostError
 from sfumato.models.estimate.flops import FlopCount
 from sfumato.models.language.hf_config import check_length
 from sfumato.models.language.load import build_language_model, build_reader, read_model_config
@@ -298,10 +298,11 @@ class TextGenerator:
 
         Raises:
             EngineError: the given one, for the embedded engine, in whose process there is nothing to restart.
+            NonFiniteError: when the embedded engine drew with logits that are not finite.
             RoleLostError: when it does not start, or was restarted ``runtime.max_restarts`` times before.
         """
         if self.served is None:
-            raise error
+            raise error.__cause__ if isinstance(error.__cause__, NonFiniteError) else error
         limit = self.config.runtime.max_restarts
         if self._restarts >= limit:
             reason = f"{error}\nits engine was started anew {self._restarts} times already (runtime.max_restarts)"

@@ -21,7 +21,7 @@ from torch import nn
 
 from sfumato.data.media.vision import Vision
 from sfumato.data.text.stop_strings import Decode, completes_stop, num_looked_at
-from sfumato.errors import ConfigError
+from sfumato.errors import ConfigError, NonFiniteError
 from sfumato.models.language.document_rows import group_documents
 from sfumato.models.language.hf_config import changing_positions, max_positions
 from sfumato.rollout.engines.base import Completion, EngineError, FinishReason, GenerationRequest, Sampling
@@ -235,7 +235,7 @@ class EmbeddedEngine:
         """Draws one token for each request that there is memory for.
 
         Raises:
-            EngineError: when logits are not finite.
+            NonFiniteError: when logits are not finite.
         """
         rows = self._prepared()
         state = self._state
@@ -250,7 +250,7 @@ class EmbeddedEngine:
         uniform = torch.from_numpy(state.uniform()).to(device)
         tokens, log_probs = (values.cpu().numpy() for values in draw(logits, uniform, state.settings(device)))
         if not np.isfinite(log_probs).all():
-            raise EngineError("the model's logits are not finite: look at its weights")
+            raise NonFiniteError("logits are not finite while it draws: look at the weights, or lower train.lr")
         ended = state.record_tokens(tokens, log_probs, self.version)
         for row, active in enumerate(state.progress if self._has_listeners else ()):
             if active.request.on_token is not None:
