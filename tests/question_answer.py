@@ -7,7 +7,7 @@ import numpy as np
 
 from sfumato.data.files.rows import text_field
 from sfumato.data.text.document import Document, TextSample
-from sfumato.data.text.format import TextFormat, fingerprint_of, fit_document
+from sfumato.data.text.format import TextFormat, fingerprint_of, fit
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Transform:
         input_ids = np.array([*question, *answer], np.int32)
         loss_mask = np.arange(len(input_ids)) >= len(question)
         config = self.config
-        document: Document = fit_document((input_ids, loss_mask), config.max_seq_len, config.overlong, where)
+        document: Document = fit((input_ids, loss_mask), config.max_seq_len, config.overlong, where)
         return [TextSample((document,))]
 
 

@@ -22,7 +22,8 @@ def test_an_old_name_is_the_same_module_and_says_so(old: str) -> None:
     assert module.__name__ == module.__spec__.name == MOVED[old]
 
 
-def test_classes_of_formats_stay_where_pages_had_them() -> None:
-    assert text.TextFormat is format.TextFormat
+def test_names_of_formats_stay_where_pages_had_them() -> None:
+    assert {"Document", "TextFormat", "TextSample", "fingerprint_of", "fit", "find_key"} <= {*text.FROM_FORMAT}
+    assert all(getattr(text, name) is getattr(format, name) for name in text.FROM_FORMAT)
     with pytest.raises(AttributeError, match="Nothing"):
         _ = text.Nothing

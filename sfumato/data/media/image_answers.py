@@ -23,7 +23,7 @@ from sfumato.data.media.pictures import read_image
 from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
-from sfumato.data.text.format import TextTransform, build_template, fit_document
+from sfumato.data.text.format import TextTransform, build_template, fit
 from sfumato.data.text.messages import read_tools
 from sfumato.data.text.tokenise import Asking
 from sfumato.errors import ConfigError, DataError
@@ -192,7 +192,7 @@ class OmniTransform(ImageConversationTransform):
         encoded = yield from self.template.asks(messages, where, read_tools(row, where), expand)
         samples = []
         for tokens, count in zip(encoded, counts, strict=True):
-            document = fit_document(tokens, self.max_seq_len, self.overlong, where)
+            document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and files:
                 raise DataError(f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image")
             seen_indices, drawn_indices = _split_seen_and_drawn(drawn, count, self.reader.keeps_drawn)

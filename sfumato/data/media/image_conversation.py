@@ -20,7 +20,7 @@ from sfumato.data.media.vision import MediaProcessor
 from sfumato.data.text.chat import ChatTemplate
 from sfumato.data.text.chat_message import Messages
 from sfumato.data.text.document import Document, TextSample
-from sfumato.data.text.format import TextFormat, TextTransform, build_template, fit_document
+from sfumato.data.text.format import TextFormat, TextTransform, build_template, fit
 from sfumato.data.text.messages import read_tools
 from sfumato.data.text.row_layouts import CONVERSATION_KEYS, read_conversation
 from sfumato.data.text.tokenise import Asking, Tokens, ask_alone
@@ -143,7 +143,7 @@ class ImageConversationTransform:
         encoded = yield from self.template.asks(messages, where, tools, expand)
         documents = []
         for tokens, count in zip(encoded, counts, strict=True):
-            document = fit_document(tokens, self.max_seq_len, self.overlong, where)
+            document = fit(tokens, self.max_seq_len, self.overlong, where)
             if len(document.input_ids) < len(tokens[0]) and self._is_medium(tokens[0])[len(document.input_ids) :].any():
                 raise DataError(
                     f"{where}: cut to data.max_seq_len {self.max_seq_len} tokens it would lose an image or a video"

@@ -205,7 +205,7 @@ def single_answer(rendered: Sequence[Rendered], where: str) -> Rendered:
     return rendered[0]
 
 
-def fit_document(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:
+def fit(encoded: Encoded, max_seq_len: int, overlong: str, where: str) -> Document:
     """Makes a document of at most ``max_seq_len`` tokens.
 
     Args:

@@ -23,7 +23,7 @@ from sfumato.data.text.format import (
     build_template,
     find_key,
     fingerprint_of,
-    fit_document,
+    fit,
     refuse_equal,
     single_answer,
 )
@@ -228,7 +228,7 @@ class ConversationTransform:
         """As a call."""
         messages = read_conversation(row, self.keys, where)
         encoded = yield from self._encode_row(messages, row, where)
-        return [TextSample((fit_document(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
+        return [TextSample((fit(tokens, self.max_seq_len, self.overlong, where),)) for tokens in encoded]
 
     def _encode_row(self, messages: Messages, row: dict[str, object], where: str) -> Asking[list[Encoded]]:
         """As ``ChatTemplate.asks``, with the tools and the values of variables of the template that the row has."""
@@ -254,7 +254,7 @@ class PreferenceTransform(ConversationTransform):
         for name, messages in zip(self.keys[-2:], pair, strict=True):
             encoded = yield from self._encode_row(messages, row, f"{where}, {name}")
             answer = single_answer(encoded, f"{where}, {name}")
-            documents.append(fit_document(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
+            documents.append(fit(answer, self.max_seq_len, self.overlong, f"{where}, {name}"))
         refuse_equal(documents, self.keys[-2:], where)
         return [TextSample(tuple(documents))]
 
@@ -288,7 +288,7 @@ class UnpairedTransform(ConversationTransform):
         samples = []
         for messages, label in self._read_answers(row, where):
             encoded = yield from self._encode_row(messages, row, where)
-            document = fit_document(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
+            document = fit(single_answer(encoded, where), self.max_seq_len, self.overlong, where)
             samples.append(TextSample((with_last(document, label),)))
         if len(samples) == 2:
             refuse_equal([sample.documents[0] for sample in samples], ["chosen", "rejected"], where)
@@ -343,6 +343,6 @@ class ProcessTransform(ConversationTransform):
             raise DataError(f"{where}: two steps end in one token of this tokenizer: join them, or part them further")
         numbers = np.full(len(mask), nan, np.float32)
         numbers[ends] = [read_label(label, label_key, where) for label in labels]
-        document = fit_document((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
+        document = fit((tokens.input_ids, mask), self.max_seq_len, self.overlong, where)
         numbers = numbers[: len(document.input_ids)]
         return [TextSample((Document(document.input_ids, document.loss_mask, numbers),))]
